@@ -23,15 +23,19 @@ from benchmarks.loads import all_running, print_rows
 from benchmarks.options import serve_args_option
 from kvrelay.bench.cases import Case
 from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.client.service import first_model
+from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint, StreamRecorder, encode_body, run_stream
 from kvrelay.bench.compare import serve_case
 from kvrelay.bench.errors import BenchError
+from kvrelay.bench.load.request import LoadRequest
+from kvrelay.bench.report.metrics import Outcome as RequestOutcome
+from kvrelay.bench.report.metrics import RequestRecord
 from kvrelay.bench.report.table import Row
 from kvrelay.cli.options import json_option
 from kvrelay.config import DisaggConfig, EngineConfig, MockConfig, RouterConfig, TiersConfig
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.core.step_cost import StepCost
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.openai.answer import Usage
 from kvrelay.placement.cost import objectives_of
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.router import PairDecision, PairRouter, RoutingRequest
@@ -149,11 +153,8 @@ def compared(name: str, number: int, given: dict[str, Any]) -> list[Row]:
     run, names = measured if given["measured"] else simulated, given["policies"].split(",")
     order = names[:: -1 if number % 2 else 1]
     found = {policy: run(setting, POLICIES[policy], load, given | {"blocks": blocks}) for policy in order}
-    rows = [
-        {"setting": name, "policy": policy, "round": number + 1, "blocks": blocks}
-        | msgspec.structs.asdict(found[policy])
-        for policy in names
-    ]
+    about = {"setting": name, "round": number + 1, "blocks": blocks}
+    rows = [{**about, "policy": policy, **msgspec.structs.asdict(found[policy])} for policy in names]
     for row in rows:
         row["tokens_ratio"] = row["num_computed"] / rows[0]["num_computed"]
         row["ttft_ratio"] = row["ttft_s"] / rows[0]["ttft_s"]
@@ -246,10 +247,6 @@ def measured(setting: tuple[int, int], policy: Policy, load: Sequence[Arrival], 
     return outcome_of(load, sum(turn.num_computed for turn in got), [turn.first_s for turn in got])
 
 
-class _Chunk(msgspec.Struct):
-    usage: Usage
-
-
 class Turn(msgspec.Struct, frozen=True):
     """What a client got: seconds to its first token, and prompt tokens that were not cached."""
 
@@ -261,10 +258,12 @@ async def served(case: Case, load: Sequence[Arrival], faster: float = 1.0, *, is
     """By a cluster that is started for it; ``faster``: what all times are divided by. ``is_hinted``: requests say which
     tool follows, or that none does. Raises BenchError."""
     async with all_running([case]) as (target,), ConnectionPool(target) as pool:
-        return await _sessions(pool, load, faster, is_hinted)
+        return await _sessions(pool, await first_model(pool), load, faster, is_hinted)
 
 
-async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float, is_hinted: bool) -> list[Turn]:
+async def _sessions(
+    pool: ConnectionPool, model: str, load: Sequence[Arrival], faster: float, is_hinted: bool
+) -> list[Turn]:
     """Send each turn when its time has come."""
     begun_s = time.perf_counter()
     ended: list[asyncio.Future[float]] = [asyncio.get_running_loop().create_future() for _ in load]
@@ -274,42 +273,25 @@ async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float
         due_s = after_s + arrival.time_s / faster
         if arrival.prefetch_s:
             await asyncio.sleep(max(due_s - arrival.prefetch_s / faster - time.perf_counter(), 0.0))
-            group.create_task(_turn(pool, arrival, index, {"prefetch": True}))
+            group.create_task(_sent(pool, model, arrival, index, {"prefetch": True}))
         await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
         known = {"tool": arrival.tool} if arrival.tool else {"release": True}
-        turn = await _turn(pool, arrival, index, known if is_hinted else None)
+        record = await _sent(pool, model, arrival, index, known if is_hinted else None)
         ended[index].set_result(time.perf_counter())
-        return turn
+        return Turn(record.ttft_s or record.e2e_s, record.prompt_tokens - (record.cached_tokens or 0))
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run(index, arrival)) for index, arrival in enumerate(load)]
     return [task.result() for task in tasks]
 
 
-async def _turn(pool: ConnectionPool, arrival: Arrival, index: int, hints: dict[str, Any] | None) -> Turn:
-    body: dict[str, Any] = {
-        "prompt": arrival.prompt(index, VOCAB_SIZE),
-        "max_tokens": arrival.answer_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "kv_hints": hints,
-    }
-    data = msgspec.json.encode(body)
-    came: list[tuple[int, bytes]] = []
-    sent_ns = time.perf_counter_ns()
-    head = pool.target.head("POST", "/v1/completions", len(data))
-    answer = await pool.send(head + data, lambda now_ns, chunk: came.append((now_ns, chunk)))
-    if answer.status != 200 or not came:
-        raise BenchError(f"turn {index}: {answer.status} {answer.body[:200].decode(errors='replace')}")
-    usage = usage_of(b"".join(chunk for _, chunk in came))
-    return Turn((came[0][0] - sent_ns) / 1e9, usage.prompt_tokens - usage.num_cached_tokens)
-
-
-def usage_of(stream: bytes) -> Usage:
-    """The last event's. Raises BenchError."""
-    for event in reversed(stream.split(b"\n\n")):
-        if b'"usage":{' in event:
-            return msgspec.json.decode(event.removeprefix(b"data: "), type=_Chunk).usage
-    raise BenchError("the stream ended without its usage")
+async def _sent(
+    pool: ConnectionPool, model: str, arrival: Arrival, index: int, hints: dict[str, Any] | None
+) -> RequestRecord:
+    fields = msgspec.json.encode({"ignore_eos": True, "kv_hints": hints})
+    request = LoadRequest(tuple(arrival.prompt(index, VOCAB_SIZE)), arrival.answer_tokens)
+    body = encode_body(request, BodyOptions(model, plain=True, extra=fields))
+    record = await run_stream(pool, StreamEndpoint.COMPLETIONS, body, StreamRecorder("turn", None))
+    if record.outcome is not RequestOutcome.OK:
+        raise BenchError(f"turn {index}: {record.error}")
+    return record

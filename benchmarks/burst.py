@@ -16,7 +16,6 @@ import click
 from benchmarks.loads import fixed_load, send
 from benchmarks.options import all_cases, experiment_options
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import FAILED, Reduce, finish, summarise, take_turns
 from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.report.machine import describe_machine
@@ -25,7 +24,6 @@ from kvrelay.bench.report.table import Row, results_table
 from kvrelay.errors import InvalidInputError
 
 BURST_KIND = "kvrelay-bench-burst/1"
-LIMITS = RunLimits(drain_s=300.0)
 _HOW: dict[str, Reduce] = {"chat_max_s": max, "client_max_s": max, "num_chats": sum}
 _COLUMNS = {
     "case": "case",
@@ -84,8 +82,8 @@ def burst(as_json: bool, rounds: int, **given: Any) -> None:
 
     async def measure(target: Target, row: Row) -> Row:
         seed = 2 * row["round"]
-        idle = await send(target, load.idle, limits=LIMITS, seed=seed, warm_up=2)
-        loaded = await send(target, *load.burst, limits=LIMITS, seed=seed + 1, warm_up=0)
+        idle = await send(target, load.idle, seed=seed, warm_up=2)
+        loaded = await send(target, *load.burst, seed=seed + 1, warm_up=0)
         return burst_figures(idle.result, loaded.result)
 
     cases = all_cases(given, "--speedup-ratio 2", arrangements(given["variants"]))

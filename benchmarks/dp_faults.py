@@ -99,10 +99,8 @@ async def _strike(
     group, known = cluster.worker_processes(), len(cluster.log)
     stop = asyncio.Event()
     prompt = KnownPrompt((16, 17, 18), NUM_OUTPUTS, stream=True)
-    asking = [
-        asyncio.ensure_future(client.keep_asking(lambda _: prompt, 0, stop))
-        for _ in range(NUM_CLIENTS if is_busy else 0)
-    ]
+    num_clients = NUM_CLIENTS if is_busy else 0
+    asking = [asyncio.ensure_future(client.keep_asking(lambda _: prompt, 0, stop)) for _ in range(num_clients)]
     await asyncio.sleep(BUSY_S)
     begin_s = time.monotonic()
     os.kill(victim.pid, number)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import click
 import psutil
 
+from benchmarks.loads import ClosedLoop
 from benchmarks.options import parsed, rounds_option, serve_args_option
 from kvrelay.bench.cases import Case
 from kvrelay.bench.client.connection import ConnectionPool, Target
@@ -42,20 +43,8 @@ START_S = 60.0
 """Until a server that says it is healthy lists its model."""
 
 
-class Load(NamedTuple):
-    """Tokens of a prompt and of an answer, and requests at once."""
-
-    input: int
-    output: int
-    at_once: int
-
-    @property
-    def shown(self) -> str:
-        return f"{self.input}/{self.output}, {self.at_once} at once"
-
-
-WRK_LOADS = (Load(32, 8, 64), Load(32, 64, 64), Load(2460, 8, 16))
-VLLM_LOADS = (Load(256, 64, 32), Load(1024, 32, 32), Load(256, 64, 1))
+WRK_LOADS = (ClosedLoop(32, 8, 64), ClosedLoop(32, 64, 64), ClosedLoop(2460, 8, 16))
+VLLM_LOADS = (ClosedLoop(256, 64, 32), ClosedLoop(1024, 32, 32), ClosedLoop(256, 64, 1))
 
 
 class CpuSeconds(NamedTuple):
@@ -106,7 +95,7 @@ async def run(command: Sequence[str], **environment: str) -> str:
 # -- clients ----------------------------------------------------------------------------------------------------------
 
 
-async def wrk(target: Target, model: str, load: Load, seed: int, seconds: int) -> Row:
+async def wrk(target: Target, model: str, load: ClosedLoop, seed: int, seconds: int) -> Row:
     command = ["wrk", "-t1", f"-c{load.at_once}", f"-d{seconds}s", "--timeout", "30s", "--latency", "-s", str(SCRIPT)]
     values = {"MODEL": model, "INPUT": str(load.input), "OUTPUT": str(load.output), "SEED": str(seed)}
     return wrk_figures(await run([*command, target.url], **values))
@@ -124,7 +113,7 @@ def wrk_figures(text: str) -> Row:
 
 
 async def vllm_bench(
-    target: Target, model: str, load: Load, seed: int, count: int, python: str, tokenizer: str, metadata: str
+    target: Target, model: str, load: ClosedLoop, seed: int, count: int, python: str, tokenizer: str, metadata: str
 ) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         words = (
@@ -208,7 +197,7 @@ def foreign(
     loads = {load.shown: load for load in (WRK_LOADS if client == "wrk" else VLLM_LOADS)}
     with vllm_metadata(peer_python) as metadata:
 
-        async def one(target: Target, served: str, load: Load, seed: int, part: float) -> Row:
+        async def one(target: Target, served: str, load: ClosedLoop, seed: int, part: float) -> Row:
             if client == "wrk":
                 return await wrk(target, served, load, seed, max(1, round(seconds * part)))
             count = max(1, round(requests * part)) * load.at_once

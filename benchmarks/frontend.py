@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from benchmarks.loads import cpu_seconds, figures, fixed_load, measure_load
+from benchmarks.loads import ClosedLoop, cpu_seconds, figures, measure_load
 from benchmarks.options import parsed, rounds_option, serve_args_option
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.stream import BodyOptions
@@ -15,19 +15,12 @@ from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option, model_argument
 
 LOADS = {
-    # name: prompt tokens, output tokens, requests at once, requests per turn
-    "requests": (32, 8, 64, 2000),
-    "streams": (32, 64, 64, 1000),
-    "long prompts": (2460, 8, 16, 400),
-    "one at a time": (32, 1, 1, 300),
+    "requests": ClosedLoop(32, 8, 64, 2000),
+    "streams": ClosedLoop(32, 64, 64, 1000),
+    "long prompts": ClosedLoop(2460, 8, 16, 400),
+    "one at a time": ClosedLoop(32, 1, 1, 300),
 }
-_FIGURES = {
-    "requests_per_s": "requests_per_s",
-    "output_tokens_per_s": "output_tokens_per_s",
-    "ttft_p50_s": "ttft_s.median",
-    "ttft_p99_s": "ttft_s.p99",
-    "failed": "failed",
-}
+_FIGURES = ("requests_per_s", "output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "failed")
 _COLUMNS = {
     "server": "case",
     "load": "shown",
@@ -60,10 +53,7 @@ def frontend(
     body = BodyOptions(model="", plain=plain)
 
     async def measure(target: Target, row: Row) -> Row:
-        prompt, output, at_once, count = LOADS[row["load"]]
-        count = max(at_once, round(count * scale))
-        label = row["load"].replace(" ", "_")
-        spec = fixed_load(label, prompt, output, vocab_size=400, max_concurrency=at_once, num_requests=count)
+        spec = LOADS[row["load"]].spec(row["load"], scale)
         cpu_before_s = await cpu_seconds(target)
         load = await measure_load(target, spec, body=body, seed=row["round"] - 1)
         used_s = await cpu_seconds(target) - cpu_before_s
@@ -74,11 +64,9 @@ def frontend(
     cases = [serve_case("kvrelay", model, arguments, f"--prefill 0 --decode {workers}"), *parsed(given["urls"])]
     turns = take_turns(cases, rounds, measure, points=[{"load": name} for name in LOADS])
     results = summarise(turns, {"failed": sum}, labels=("case", "load"))
-    for row in results:
-        prompt, output, at_once, _ = LOADS[row["load"]]
-        row["shown"] = f"{prompt}/{output}, {at_once} at once"
     by_case: dict[str, Row] = {}
     for row in results:
+        row["shown"] = LOADS[row["load"]].shown
         by_case.setdefault(row["case"], {})[row["load"]] = row
     text = "frontend with mock workers, medians\n\n" + results_table(results, _COLUMNS, left=2)
     finish({"workers": workers, "rounds": rounds, "cases": by_case}, text, turns, as_json)

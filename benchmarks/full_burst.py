@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from benchmarks.loads import fixed_load, metrics_of, send
 from benchmarks.options import all_cases, experiment_options
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import FAILED, finish, summarise, take_turns
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.machine import describe_machine
@@ -60,17 +59,16 @@ def full_burst(as_json: bool, rounds: int, monitoring_port: int, **given: Any) -
 
     Example: python -m benchmarks full-burst --rounds 3
     """
-    limits = RunLimits(drain_s=300.0)
     burst = fixed_load("burst", given["prompt"], given["output"], num_requests=given["num_prompts"])
     filling = fixed_load("filling", OCCUPANT_TOKENS, OCCUPANT_OUTPUT, num_requests=OCCUPANTS)
 
     async def measure(target: Target, row: Row) -> Row:
         prefill, decode = (replace(target, port=monitoring_port + number) for number in (0, 1))
         seed = 2 * row["round"]
-        occupants = asyncio.create_task(send(target, filling, limits=limits, seed=seed, warm_up=0))
+        occupants = asyncio.create_task(send(target, filling, seed=seed, warm_up=0))
         await _until_full(decode)
         before = await _buckets(prefill)
-        run = await send(target, burst, limits=limits, seed=seed + 1, warm_up=0)
+        run = await send(target, burst, seed=seed + 1, warm_up=0)
         await occupants
         after = await _buckets(prefill)
         return full_figures(run.result, {bound: after[bound] - before[bound] for bound in after})

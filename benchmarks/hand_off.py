@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import click
 import msgspec
@@ -29,10 +29,11 @@ from tests.chaos.answers import KnownPrompt
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
+from kvrelay.bench.peer import START_TIMEOUT_S, Peer, say
 from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, results_table
-from kvrelay.bench.transfer import COMPATIBILITY, START_TIMEOUT_S, peer_process, pool_metadata, pool_thread
+from kvrelay.bench.transfer import COMPATIBILITY, pool_metadata, pool_thread
 from kvrelay.cli.options import SettingsSource, field_options, json_option
 from kvrelay.cli.processes import run_async
 from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
@@ -43,7 +44,6 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
-from kvrelay.errors import TransferError
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.p2p.address import UNGUARDED
 from kvrelay.transfer.thread import TransferThread
@@ -191,12 +191,11 @@ def _decode_steps(
         agent = thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
         # The upper half of the pool, which no sequence uses.
         half = region.num_bytes // 2
-        target = _Target(
-            pool_metadata("benchmark-parent", config, agent, region), half, region.num_bytes - half, mib_per_s
-        )
+        parent = pool_metadata("benchmark-parent", config.transport, agent, region)
+        target = _Target(parent, half, region.num_bytes - half, mib_per_s)
         encoded = (msgspec.json.encode(each).decode() for each in (config, target))
-        with peer_process("benchmarks.hand_off", *encoded) as (_, orders, answers):
-            writer = _Writer(thread, orders, answers)
+        with Peer("benchmarks.hand_off", *encoded) as peer:
+            writer = _Writer(thread, peer)
             ways, turns = [ALONE, COPY, STREAM], []
             for number in range(num_turns + 1):
                 found = {}
@@ -262,8 +261,8 @@ class _Target(msgspec.Struct, frozen=True):
 class _Writer:
     """The other process. Between hand-offs the receiver's transfer thread sleeps, as a worker's does."""
 
-    def __init__(self, thread: TransferThread, orders: IO[bytes], answers: IO[bytes]) -> None:
-        self._thread, self._orders, self._answers = thread, orders, answers
+    def __init__(self, thread: TransferThread, peer: Peer) -> None:
+        self._thread, self._peer = thread, peer
         self._done: dict[str, tuple[int, float]] = {}
 
     @property
@@ -278,24 +277,16 @@ class _Writer:
             return
         if how == STREAM:
             self._thread.open_handoff()
-        self._order(how.encode() + b"\n")
+        self._peer.ask(how.encode())
         begin_s = time.perf_counter()
         try:
             yield
         finally:
             num_bytes, seconds = self._done.get(how, (0, 0.0))
-            num_bytes += int(self._order(b"stop\n"))
+            num_bytes += int(self._peer.ask(b"stop"))
             self._done[how] = num_bytes, seconds + time.perf_counter() - begin_s
             if how == STREAM:
                 self._thread.close_handoff()
-
-    def _order(self, word: bytes) -> bytes:
-        self._orders.write(word)
-        self._orders.flush()
-        answer = self._answers.readline()
-        if not answer:
-            raise TransferError("the writing process has ended", peer="benchmark-parent")
-        return answer
 
 
 def _write_main(config: TransferConfig, target: _Target) -> None:
@@ -317,9 +308,9 @@ def _write_main(config: TransferConfig, target: _Target) -> None:
             STREAM: lambda start: _write_once(thread, target, start, num_bytes),
         }
         ways[STREAM](0)
-        _say(b"ready")
+        say(b"ready")
         for order in sys.stdin.buffer:
-            _say(b"going")
+            say(b"going")
             stop = threading.Event()
             moved = [0]
             move = ways[order.decode().strip()]
@@ -328,7 +319,7 @@ def _write_main(config: TransferConfig, target: _Target) -> None:
             sys.stdin.buffer.readline()
             stop.set()
             moving.join()
-            _say(str(moved[0]).encode())
+            say(str(moved[0]).encode())
 
 
 def _move_on(
@@ -350,11 +341,6 @@ def _write_once(thread: TransferThread, target: _Target, start: int, num_bytes: 
     plan = Pieces(starts, starts + (target.offset + start), lengths)
     thread.submit(TransferOp.WRITE, target.peer.worker_id, plan, b"done", on_done=lambda _: ended.set())
     ended.wait()
-
-
-def _say(line: bytes) -> None:
-    sys.stdout.buffer.write(line + b"\n")
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

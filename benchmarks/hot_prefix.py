@@ -14,7 +14,6 @@ import click
 from benchmarks.loads import fixed_load, send
 from benchmarks.options import all_cases, experiment_options
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import FAILED, finish, summarise, take_turns
 from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.report.machine import describe_machine
@@ -43,12 +42,11 @@ def hot_prefix(as_json: bool, rounds: int, requests: int, prefix: int, own: int,
 
     Example: python -m benchmarks hot-prefix --rounds 5
     """
-    limits = RunLimits(drain_s=300.0)
 
     async def measure(target: Target, row: Row) -> Row:
         # The same seed for all loads, so that the requests have the prefix that was computed before.
         for load in loads(requests, prefix, own):
-            run = await send(target, load, limits=limits, seed=row["round"], warm_up=0)
+            run = await send(target, load, seed=row["round"], warm_up=0)
         return hot_figures(run.result)
 
     flags = {name: f"--prefill 0 --decode 4 {flag}" for name, flag in CASES.items()}

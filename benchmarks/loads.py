@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.bench.cases import Case, CaseTimes, running
+from kvrelay.bench.cases import Case, CaseTimes, running, turns_of
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.load.datasets import Dataset, DatasetKind
 from kvrelay.bench.load.mix import ClassSpec
@@ -20,9 +20,12 @@ from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.machine import describe_machine
-from kvrelay.bench.report.metrics import LoadReport, figure
+from kvrelay.bench.report.metrics import FIGURES, LoadReport, figure
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.bench.serving import RunOptions, ServeRun, require_success, run_serve
+
+_S = TypeVar("_S")
+_T = TypeVar("_T")
 
 
 def fixed_load(
@@ -49,6 +52,25 @@ def fixed_load(
     return ClassSpec(name, dataset, **arrivals)
 
 
+class ClosedLoop(NamedTuple):
+    """Tokens of a prompt and of an answer, requests at once, and requests of a turn."""
+
+    input: int
+    output: int
+    at_once: int
+    num_requests: int = 0
+
+    @property
+    def shown(self) -> str:
+        return f"{self.input}/{self.output}, {self.at_once} at once"
+
+    def spec(self, name: str, scale: float = 1.0) -> ClassSpec:
+        """``scale``: of the number of requests."""
+        count = max(self.at_once, round(self.num_requests * scale))
+        sizes: dict[str, Any] = {"max_concurrency": self.at_once, "num_requests": count}
+        return fixed_load(name.replace(" ", "_"), self.input, self.output, vocab_size=400, **sizes)
+
+
 async def send(target: Target, *classes: ClassSpec, **options: Any) -> ServeRun:
     """One run without a progress bar; ``options`` as in RunOptions. Raises BenchError."""
     return await run_serve(RunOptions(target, classes, retokenize=False, **options), ProgressBar(None))
@@ -61,9 +83,9 @@ async def measure_load(target: Target, spec: ClassSpec, **options: Any) -> LoadR
     return report.total
 
 
-def figures(load: LoadReport, names: Mapping[str, str]) -> dict[str, float]:
-    """The load's figures under other names; a missing figure is 0."""
-    return {name: figure(load, path) or 0.0 for name, path in names.items()}
+def figures(load: LoadReport, names: Sequence[str]) -> dict[str, float]:
+    """The load's figures of these names; a missing figure is 0."""
+    return {name: figure(load, FIGURES[name]) or 0.0 for name in names}
 
 
 FIRST = "{first}"
@@ -80,6 +102,16 @@ async def all_running(cases: Sequence[Case], start_s: float = CaseTimes().start_
             server = running(replace(case, command=command), logs, CaseTimes(start_s))
             targets.append(await stack.enter_async_context(server))
         yield targets
+
+
+async def in_turns(sides: Sequence[_S], num_rounds: int, turn: Callable[[_S, int], Awaitable[_T]]) -> list[list[_T]]:
+    """By side, such as a server, what it gives in each turn. One more, number 0, warms up and does not count."""
+    for side in sides:
+        await turn(side, 0)
+    found: list[list[_T]] = [[] for _ in sides]
+    for number, (at, side) in turns_of([*enumerate(sides)], num_rounds):
+        found[at].append(await turn(side, number))
+    return found
 
 
 async def metrics_of(target: Target) -> dict[tuple[str, str], float]:

@@ -35,10 +35,8 @@ def all_cases(given: dict[str, Any], mock_arguments: str, arrangements: dict[str
     engine = given["engine"]
     arguments = f"--engine {engine} {mock_arguments if engine == MOCK else ''} {given['serve_args']}"
     own = {} if given["only_given"] else arrangements
-    return [
-        *(serve_case(name, given["model"], arguments, flags) for name, flags in own.items()),
-        *parsed(given["others"]),
-    ]
+    started = [serve_case(name, given["model"], arguments, flags) for name, flags in own.items()]
+    return started + parsed(given["others"])
 
 
 def parsed(texts: Sequence[str]) -> list[Case]:

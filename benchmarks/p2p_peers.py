@@ -15,9 +15,10 @@ import click
 import msgspec
 import numpy as np
 
+from kvrelay.bench.peer import Peer, say
 from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import Row, results_table
-from kvrelay.bench.transfer import peer_process
+from kvrelay.bench.transfer import pool_metadata
 from kvrelay.cli.options import json_option
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
@@ -57,8 +58,8 @@ def run_peers_benchmark(counts: Sequence[int] = (0, 1, 16, 64)) -> list[Row]:
     config = TransferConfig(transport="p2p", p2p_max_connections=max(*counts, 1))
     end = _End("hub", config)
     try:
-        with peer_process("benchmarks.p2p_peers", str(max(counts))) as (line, _, _):
-            peers = msgspec.json.decode(line, type=list[KvMetadata])
+        with Peer("benchmarks.p2p_peers", str(max(counts))) as peer:
+            peers = msgspec.json.decode(peer.hello, type=list[KvMetadata])
             return [_measure(end, peers, count) for count in counts]
     finally:
         end.transport.close()
@@ -69,8 +70,7 @@ class _End:
         self.pool = np.ones(POOL_BYTES, np.uint8)
         self.transport = P2pTransport(config, worker_id, address=UNGUARDED)
         region = MemoryRegion(self.pool.ctypes.data, POOL_BYTES)
-        agent = self.transport.register(region)
-        self.metadata = KvMetadata(worker_id, 0, "p2p", agent, region.address, POOL_BYTES, 1, "cpu", 0, "benchmark")
+        self.metadata = pool_metadata(worker_id, "p2p", self.transport.register(region), region)
 
     def write(self, peer: KvMetadata) -> float:
         """Seconds of a first write."""
@@ -104,8 +104,7 @@ def _measure(end: _End, peers: list[KvMetadata], count: int) -> Row:
 
 def _peers_main(count: int) -> None:
     ends = [_End(f"peer{number}", TransferConfig(transport="p2p", kv_buffer_size=1 << 20)) for number in range(count)]
-    sys.stdout.buffer.write(msgspec.json.encode([end.metadata for end in ends]) + b"\n")
-    sys.stdout.buffer.flush()
+    say(msgspec.json.encode([end.metadata for end in ends]))
     sys.stdin.buffer.read()
     for end in ends:
         end.transport.close()

@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from kvrelay.bench.report.files import write_text
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.config import DisaggConfig
 from kvrelay.core.step_cost import StepCost
 from kvrelay.placement.base import Objectives as Limits
@@ -30,6 +31,16 @@ FAST = Costs(step=StepCost(0.00689, 0.00689, 3.25e-5, 1.06e-9, 1e-5, 5.22e-8), s
 """The estimate of an H100 with an 8B model, see docs/simulator.md."""
 TOLERANCE = 1.25
 """Goodput is counted at so many times the objectives that engines and planner aim at."""
+
+_COLUMNS = {
+    "load": "case",
+    "best static": "best",
+    "worst static": "worst",
+    "aggregated": "aggregated:.3f",
+    "planner": "planned:.3f",
+    "of the best": "of_best:.2f",
+    "changes": "num_changes",
+}
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -53,21 +64,8 @@ class Case(msgspec.Struct, frozen=True):
         return ClusterSpec(prefill=prefill, decode=decode, both=0 if prefill else self.slots, disagg=disagg)
 
 
-class Row(msgspec.Struct, frozen=True):
-    """Goodput of each kind of cluster, 0 to 1. ``best_split`` and ``worst_split``: static ones with two roles."""
-
-    case: str
-    best_split: str
-    best: float
-    worst_split: str
-    worst: float
-    aggregated: float
-    planned: float
-    num_changes: int
-
-
 def run(case: Case, seed: int) -> Row:
-    """All splits, and the planner."""
+    """Goodput, 0 to 1, of all splits, of which those with two roles are compared, and of the planner."""
     statics = {}
     for prefill in case.statics:
         spec = case.spec(prefill)
@@ -79,7 +77,15 @@ def run(case: Case, seed: int) -> Row:
     for at_s, action in planned.actions:
         click.echo(f"{case.name}: {at_s:6.0f} s {type(action).__name__} {action.reason}", err=True)
     best, worst = max(statics, key=lambda name: statics[name]), min(statics, key=lambda name: statics[name])
-    return Row(case.name, best, statics[best], worst, statics[worst], aggregated, goodput, len(planned.actions))
+    return {
+        "case": case.name,
+        "best": f"{statics[best]:.3f} ({best})",
+        "worst": f"{statics[worst]:.3f} ({worst})",
+        "aggregated": aggregated,
+        "planned": goodput,
+        "of_best": goodput / max(statics[best], 1e-9),
+        "num_changes": len(planned.actions),
+    }
 
 
 def shifting(rate: float, period_s: float, seed: int) -> Case:
@@ -121,20 +127,6 @@ def _stretched(
             yield msgspec.structs.replace(arrival, time_s=cycle * cycle_s + begin_s + within_s)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown."""
-    lines = [
-        "| load | best static | worst static | aggregated | planner | of the best | changes |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row.case} | {row.best:.3f} ({row.best_split}) | {row.worst:.3f} ({row.worst_split}) | "
-            f"{row.aggregated:.3f} | {row.planned:.3f} | {row.planned / max(row.best, 1e-9):.2f} | {row.num_changes} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 @click.command()
 @click.option("--only", default="shift,constant,bursts", help="Loads.")
 @click.option("--rate", default=2.4, help="Requests per second of shift and constant.")
@@ -154,5 +146,5 @@ def planner(only: str, rate: float, periods: str, seed: int, output: Path | None
     for case in cases:
         rows.append(run(case, seed))
         if output is not None:
-            write_text(output, table(rows))
-    click.echo(table(rows), nl=False)
+            write_text(output, results_table(rows, _COLUMNS, markdown=True))
+    click.echo(results_table(rows, _COLUMNS, markdown=True))

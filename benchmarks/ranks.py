@@ -17,12 +17,11 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 
 import click
-from msgspec.structs import replace
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
 from benchmarks.hand_off import first_token_s
-from benchmarks.loads import print_rows
+from benchmarks.loads import in_turns, print_rows
 from kvrelay.bench.report.table import Row
 from kvrelay.bench.transfer import pool_metadata
 from kvrelay.certify.machine import cpu_seconds
@@ -126,9 +125,8 @@ class _Worker:
             )
             stack.callback(plane.close)
             region = self.executor.kv_region
-            metadata = pool_metadata(worker_id, config, plane.register(region), region)
-            layout = self.executor.kv_layout
-            self.ends[way] = _End(plane, replace(metadata, block_bytes=layout.block_bytes, layout=layout))
+            agent, layout = plane.register(region), self.executor.kv_layout
+            self.ends[way] = _End(plane, pool_metadata(worker_id, transport, agent, region, layout))
 
 
 def _move_in_turns(transport: str, tp: tuple[int, int], num_turns: int) -> list[Row]:
@@ -136,10 +134,8 @@ def _move_in_turns(transport: str, tp: tuple[int, int], num_turns: int) -> list[
         giver, taker = (_Worker(stack, name, transport, count) for name, count in zip(("p", "d"), tp, strict=True))
         mapping = LayoutMapping(giver.executor.kv_layout, taker.executor.kv_layout)
         draw = random.Random(0)
-        sets = {
-            "adjacent blocks": list(range(NUM_BLOCKS)),
-            "scattered blocks": draw.sample(range(NUM_BLOCKS), NUM_BLOCKS),
-        }
+        blocks = list(range(NUM_BLOCKS))
+        sets = {"adjacent blocks": blocks, "scattered blocks": draw.sample(blocks, NUM_BLOCKS)}
         for way in WAYS:
             giver.ends[way].transport.add_peer(taker.ends[way].metadata)
         rows = []
@@ -184,15 +180,13 @@ async def _first_tokens(transport: str, tp: tuple[int, int], num_turns: int) -> 
     own = [str(bundled_checkpoint_path()), "--num-threads", "1", "--num-blocks", str(NUM_BLOCKS)]
     own += ["--transport", transport, "--tp-prefill", str(tp[0]), "--tp-decode", str(tp[1]), "--rank-timeout-s", "60"]
     own += ["--disagg-policy", "threshold", "--max-local-prefill-length", "64"]
-    draw, seconds = random.Random(0), []
+    draw = random.Random(0)
     async with AsyncExitStack() as stack:
         clients = []
         for flags in (own, [*own, "--kv-transfer-per-rank"]):
             cluster = await stack.enter_async_context(ClusterUnderTest(flags, [], {"prefill": 1, "decode": 1}, 1))
             clients.append(await stack.enter_async_context(ChaosClient(cluster.url, cluster.model)))
-        for number in range(num_turns + 1):
-            order = (0, 1) if number % 2 else (1, 0)
-            found = {at: await first_token_s(clients[at], draw, PROMPT_LEN) for at in order}
-            if number:
-                seconds.append((found[0], found[1]))
-    return _compared(f"first token of {PROMPT_LEN:,} tokens", seconds)
+        gathered, per_rank = await in_turns(
+            clients, num_turns, lambda client, _: first_token_s(client, draw, PROMPT_LEN)
+        )
+    return _compared(f"first token of {PROMPT_LEN:,} tokens", list(zip(gathered, per_rank)))

@@ -15,7 +15,7 @@ from typing import IO
 
 import msgspec
 
-from kvrelay.bench.transfer import peer_process
+from kvrelay.bench.peer import Peer, say
 from kvrelay.errors import TransferError
 from kvrelay.transfer.p2p.pool_view import empty_bytes
 from kvrelay.transfer.p2p.process_group import PairGroup, PairStore
@@ -37,18 +37,13 @@ class _Receive(msgspec.Struct, tag=True):
 _decoder: msgspec.json.Decoder[_Key | _Receive] = msgspec.json.Decoder(_Key | _Receive)
 
 
-def _say(pipe: IO[bytes], line: _Key | _Receive) -> None:
-    pipe.write(msgspec.json.encode(line) + b"\n")
-    pipe.flush()
-
-
 class RawGloo:
     """The sending end."""
 
-    def __init__(self, orders: IO[bytes], answers: IO[bytes], max_size: int) -> None:
-        self._stdin = orders
-        store = PairStore(lambda key, value: _say(self._stdin, _Key(key, value)), _TIMEOUT_S)
-        reading = threading.Thread(target=_store_keys, args=(answers, store), daemon=True)
+    def __init__(self, peer: Peer, max_size: int) -> None:
+        self._peer = peer
+        store = PairStore(lambda key, value: peer.tell(msgspec.json.encode(_Key(key, value))), _TIMEOUT_S)
+        reading = threading.Thread(target=_store_keys, args=(peer.output, store), daemon=True)
         reading.start()
         self._group = PairGroup(store, 0, "cpu", _TIMEOUT_S)
         self._data = empty_bytes(max_size, "cpu", is_host=True).fill_(1)
@@ -57,7 +52,7 @@ class RawGloo:
     def move(self, size: int, total_bytes: int) -> float:
         """Seconds for ``total_bytes`` in messages of ``size``, until the peer has all of them."""
         count = total_bytes // size
-        _say(self._stdin, _Receive(size, count))
+        self._peer.tell(msgspec.json.encode(_Receive(size, count)))
         self._group.wait(self._group.receive(self._one, _DONE))
         data = self._data[:size]
         begin = time.perf_counter()
@@ -70,8 +65,8 @@ class RawGloo:
 @contextmanager
 def raw_gloo(max_size: int) -> Iterator[RawGloo]:
     """Raises TransferError if the peer does not start."""
-    with peer_process("benchmarks.raw_gloo", str(max_size)) as (_, orders, answers):
-        yield RawGloo(orders, answers, max_size)
+    with Peer("benchmarks.raw_gloo", str(max_size)) as peer:
+        yield RawGloo(peer, max_size)
 
 
 def _store_keys(pipe: IO[bytes], store: PairStore, then: Callable[[_Receive], None] | None = None) -> None:
@@ -85,11 +80,10 @@ def _store_keys(pipe: IO[bytes], store: PairStore, then: Callable[[_Receive], No
 
 
 def _peer_main(max_size: int) -> None:
-    sys.stdout.buffer.write(b"ready\n")
-    sys.stdout.buffer.flush()
+    say(b"ready")
     data = empty_bytes(max_size, "cpu", is_host=True).fill_(1)
     one = empty_bytes(1, "cpu", is_host=True).fill_(1)
-    store = PairStore(lambda key, value: _say(sys.stdout.buffer, _Key(key, value)), _TIMEOUT_S)
+    store = PairStore(lambda key, value: say(msgspec.json.encode(_Key(key, value))), _TIMEOUT_S)
     group: list[PairGroup] = []
     making = threading.Thread(target=lambda: group.append(PairGroup(store, 1, "cpu", _TIMEOUT_S)))
     making.start()

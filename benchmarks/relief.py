@@ -15,29 +15,30 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 
-from benchmarks.loads import all_running, fixed_load, print_rows, send
-from kvrelay.bench.client.connection import Target
-from kvrelay.bench.compare import serve_case
+from benchmarks.loads import fixed_load, print_rows, send
+from kvrelay.bench.client.connection import Target, parse_target
 from kvrelay.bench.report.table import Row
+from kvrelay.certify.servers import Cluster, running_cluster
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.cli.processes import run_async
-from kvrelay.config import ControlConfig, WorkerRole
+from kvrelay.config import WorkerRole
 from kvrelay.control.base import Keys
-from kvrelay.errors import FatalError
 from kvrelay.launch.actuators import ROLE_TIMEOUT_S, ClusterActuator
-from kvrelay.launch.clusters import running_clusters
+from kvrelay.launch.models import resolve_model
 from kvrelay.launch.request_plane import connected
 from kvrelay.launch.worker_calls import WorkerCalls, worker_calls
 from kvrelay.launch.worker_host import Hosts
 from kvrelay.planner import Numbers, Widen
 
 FLAGS = (
-    "--engine mock --prefill 1 --decode 2 --planner off --disagg-policy threshold --max-local-prefill-length 64 "
+    "--engine mock --prefill 1 --decode 2 --disagg-policy threshold --max-local-prefill-length 64 "
     "--max-prefill-queue-size 1000 --decode-base-s 0.01 --prefill-token-s 0.0005"
 )
 PROMPT_TOKENS = 700
@@ -72,8 +73,9 @@ async def measure(model: str | None, num_rounds: int, answer_tokens: int) -> dic
     found: dict[str, list[float]] = {"widened": [], "drained": []}
     seed = 0  # a new one each turn: prompts that are cached need no prefill worker
     async with AsyncExitStack() as stack:
-        (target,) = await stack.enter_async_context(all_running([serve_case("relief", model, FLAGS, "")]))
-        cluster = await stack.enter_async_context(_opened(target))
+        log = Path(stack.enter_context(TemporaryDirectory())) / "serve.log"
+        running = await stack.enter_async_context(running_cluster([str(resolve_model(model)), *FLAGS.split()], log))
+        cluster = await stack.enter_async_context(_opened(running))
         for number in range(num_rounds):
             for name in found if number % 2 else reversed(found):
                 found[name].append(await cluster.turn(name, answer_tokens, seed))
@@ -144,20 +146,15 @@ class _Cluster:
 
 
 @asynccontextmanager
-async def _opened(target: Target) -> AsyncIterator[_Cluster]:
-    """Once all of the cluster is ready, which then announces itself. Raises FatalError."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not (found := [cluster for cluster in running_clusters() if cluster.port == target.port]):
-        if time.monotonic() > deadline_s:
-            raise FatalError(f"no cluster at port {target.port} is announced")
-        await asyncio.sleep(LOOK_S)
-    config = ControlConfig(control=found[0].control, namespace=found[0].namespace)
+async def _opened(running: Cluster) -> AsyncIterator[_Cluster]:
+    """A planner's way to it. Raises ControlUnavailableError."""
+    config = running.control
     keys = Keys(config.namespace)
     async with connected(config) as plane, worker_calls(plane, config) as calls:
         await calls.look()
         actuator = ClusterActuator(calls, Hosts(plane, keys, await plane.discovery.grant(config.lease_ttl_s)))
         try:
-            yield _Cluster(target, calls, actuator)
+            yield _Cluster(parse_target(running.url), calls, actuator)
         finally:
             await actuator.close()
 

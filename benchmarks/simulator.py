@@ -1,7 +1,7 @@
 """The simulator beside the cluster that it simulates: saturated throughput, TTFT and E2E at parts of the capacity, the
 share of remote prefills, and the rate at which an objective breaks.
 
-Each setting is started, calibrated with ``kvrelay simulate calibrate``, and loaded: first a closed loop, whose rate is
+Each setting is started, calibrated as by ``kvrelay simulate calibrate``, and loaded: first a closed loop, whose rate is
 the capacity, then open loops at shares of it. The simulator gets the requests at the times at which the client
 sent them. Over all settings: does the simulator rank them as the machine does, and what would its choice cost?
 """
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import subprocess
-import sys
-import time
+import platform
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,33 +22,35 @@ import msgspec
 import numpy as np
 
 from benchmarks.options import MOCK, serve_args_option
-from kvrelay.bench.cases import CaseTimes, running
-from kvrelay.bench.client.connection import Target
-from kvrelay.bench.compare import serve_case
+from kvrelay.bench.client.connection import parse_target
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.given import numbers
 from kvrelay.bench.load.datasets import Dataset
 from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.load.request import parse_length
 from kvrelay.bench.progress import progress_bar
-from kvrelay.bench.report.files import print_result, write_result
+from kvrelay.bench.report.files import print_result, write_result, write_text
 from kvrelay.bench.report.metrics import Outcome, RequestRecord
-from kvrelay.bench.report.table import Row, number, table
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.bench.serving import RunOptions, run_serve
+from kvrelay.certify.servers import Cluster, running_cluster
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.config import DisaggConfig, EngineConfig
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import InvalidInputError
-from kvrelay.evaluate import workbench
 from kvrelay.evaluate.load import replayed, sent_of
 from kvrelay.evaluate.sections import accuracy
+from kvrelay.evaluate.workbench import places_of
+from kvrelay.launch.models import resolve_model
 from kvrelay.simulate.arrival import Arrival
+from kvrelay.simulate.calibrate_command import calibrate
 from kvrelay.simulate.cluster import ClusterSpec
-from kvrelay.simulate.costs import Costs, read_costs
+from kvrelay.simulate.costs import Costs, encode_costs
 from kvrelay.simulate.result import SimulationResult
 from kvrelay.simulate.simulation import simulate
 
-ANNOUNCED_S = 20.0
+LENGTHS, STREAMS = (64, 1024), 32
+"""Of the calibration, as kvrelay simulate calibrate has them."""
 ATTAINED = 0.9
 """An objective is broken when fewer requests meet it."""
 SLACK = 3.0
@@ -74,6 +74,24 @@ SETTINGS: dict[str, tuple[str, ClusterSpec]] = {
         ClusterSpec(both=2, engine=SMALL_CHUNKS),
     ),
     "2P2D": ("--prefill 2 --decode 2", ClusterSpec(2, 2)),
+}
+_ERRORS = {
+    "setting": "setting",
+    "load": "load",
+    "requests/s": "real_requests_per_s:.1f",
+    "throughput error": "error_requests_per_s:+.1%",
+    "mean TTFT error": "error_ttft_mean_s:+.1%",
+    "median E2E error": "error_e2e_p50_s:+.1%",
+    "remote": "real_remote:.0%",
+    "simulated": "simulated_remote:.0%",
+}
+_RANKS = {"load": "load", "rank correlation": "correlation:.2f", "regret": "regret:.1%"}
+_BREAKS = {
+    "setting": "setting",
+    "TTFT objective, ms": "limit_ms:.0f",
+    "breaks at, requests/s": "real_per_s:.1f",
+    "simulated": "simulated_per_s:.1f",
+    "error": "error:+.1%",
 }
 DEFAULT_SETTINGS = ",".join(list(SETTINGS)[:6])
 
@@ -105,12 +123,8 @@ def simulator(**given: Any) -> None:
     shares = numbers(given["shares"], "--shares")
     measured = [asyncio.run(measure(name, shares, given)) for name in names]
     rows = [row for setting, _ in measured for row in setting]
-    report = {
-        "kind": "kvrelay-bench-simulator/3",
-        "rows": rows,
-        "ranking": ranking(rows),
-        "breaking": [broken for _, broken in measured],
-    }
+    found = {"rows": rows, "ranking": ranking(rows), "breaking": [broken for _, broken in measured]}
+    report = {"kind": "kvrelay-bench-simulator/3", **found}
     write_result(given["output_dir"], "simulator", report, markdown(report))
     print_result(report, markdown(report), given["as_json"])
 
@@ -119,61 +133,43 @@ async def measure(name: str, shares: Sequence[float], given: dict[str, Any]) -> 
     """One setting: a row for the closed loop, then one for each share; and the rates at which the objective breaks."""
     flags, spec = SETTINGS[name]
     folder: Path = given["output_dir"]
-    case = serve_case(name, given["model"], f"--engine {given['engine']} {given['serve_args']}", flags)
-    async with running(case, folder / "logs", CaseTimes()) as target:
-        costs = await asyncio.to_thread(calibrated, target, folder / f"costs-{name.replace(' ', '-')}.json")
-        closed, places = await load(target, given, 0, max_concurrency=given["concurrency"])
+    words = [str(resolve_model(given["model"])), "--engine", given["engine"]]
+    words += shlex.split(f"{given['serve_args']} {flags}")
+    file = name.replace(" ", "-")
+    async with running_cluster(words, folder / "logs" / f"{file}.log") as cluster:
+        calibration = await calibrate(cluster.control, parse_target(cluster.url), platform.node(), LENGTHS, STREAMS, 0)
+        costs = calibration.costs
+        write_text(folder / f"costs-{file}.json", encode_costs(costs).decode())
+        closed, places = await load(cluster, given, 0, max_concurrency=given["concurrency"])
         served = replayed(sent_of(closed), given["concurrency"])
         row, _ = compared(spec, costs, closed, served, places)
         rows = [{"setting": name, "load": "closed", **row}]
         open_loops: list[tuple[float, list[RequestRecord], SimulationResult]] = []
         for at, share in enumerate(shares, 1):
             rate = share * rows[0]["real_requests_per_s"]
-            records, places = await load(target, given, at, rate=rate)
+            records, places = await load(cluster, given, at, rate=rate)
             row, simulated = compared(spec, costs, records, replayed(sent_of(records)), places, served)
             rows.append({"setting": name, "load": f"{share:.0%}", **row})
             open_loops.append((rate, records, simulated))
     return rows, {"setting": name, **breaking(open_loops, given["slo_ttft_ms"] / 1000)}
 
 
-def calibrated(target: Target, path: Path) -> Costs:
-    """Raises BenchError with the command's own words."""
-    asked(target, "simulate", "calibrate", "--output", str(path))
-    return read_costs(path)
-
-
-def asked(target: Target, *command: str) -> str:
-    """What a command of kvrelay says of the cluster. Raises BenchError with its own words."""
-    given = [sys.executable, "-m", "kvrelay", *command, "--cluster", str(target.port)]
-    deadline_s = time.monotonic() + ANNOUNCED_S
-    while True:
-        ended = subprocess.run(given, capture_output=True, text=True, check=False)
-        # The frontend is healthy a little before serve announces the cluster.
-        if "no cluster of yours" not in ended.stderr or time.monotonic() > deadline_s:
-            break
-    if ended.returncode:
-        raise BenchError(f"kvrelay {' '.join(command)} failed: {ended.stderr.strip()}")
-    return ended.stdout
-
-
-def places_of(target: Target) -> Counter[str]:
-    """Where prefills ran since the workers' start, by place and reason."""
-    return workbench.places_of(json.loads(asked(target, "status", "--json"))["workers"])
-
-
-async def load(target: Target, given: dict[str, Any], at: int, **how: Any) -> tuple[list[RequestRecord], Counter[str]]:
+async def load(
+    cluster: Cluster, given: dict[str, Any], at: int, **how: Any
+) -> tuple[list[RequestRecord], Counter[str]]:
     """The records of all answered requests, by time of sending, and the places of their prefills. Each load ``at`` a
     setting has prompts of its own, or the prefix cache would hold those of the load before, and the simulated one would
     not."""
-    before = await asyncio.to_thread(places_of, target)
+    before = places_of(await cluster.workers())
     lengths = Dataset(prompt=parse_length(given["prompt"]), output=parse_length(given["answer"]))
     spec = ClassSpec(dataset=lengths, num_requests=given["requests"], **how)
+    target, seed = parse_target(cluster.url), given["seed"] + 1000 * at
     with progress_bar() as bar:
-        run = await run_serve(RunOptions(target, (spec,), seed=given["seed"] + 1000 * at, retokenize=False), bar)
+        run = await run_serve(RunOptions(target, (spec,), seed=seed, retokenize=False), bar)
     good = [record for record in run.result.records if record.outcome is Outcome.OK]
     if len(good) < 0.99 * given["requests"]:
         raise BenchError(f"{given['requests'] - len(good)} of {given['requests']} requests failed")
-    places = await asyncio.to_thread(places_of, target) - before
+    places = places_of(await cluster.workers()) - before
     return sorted(good, key=lambda record: record.sent_ns), places
 
 
@@ -260,32 +256,5 @@ def ranking(rows: Sequence[Row]) -> list[Row]:
 
 def markdown(report: Row) -> str:
     """The three tables."""
-    errors = ["error_requests_per_s", "error_ttft_mean_s", "error_e2e_p50_s"]
-    head = ["setting", "load", "requests/s", "throughput error", "mean TTFT error", "median E2E error"]
-    head += ["remote", "simulated"]
-    body = [
-        [
-            row["setting"],
-            row["load"],
-            number(row["real_requests_per_s"]),
-            *(f"{row[name]:+.1%}" for name in errors),
-            *(f"{row[name]:.0%}" for name in ("real_remote", "simulated_remote")),
-        ]
-        for row in report["rows"]
-    ]
-    ranks = [[row["load"], f"{row['correlation']:.2f}", f"{row['regret']:.1%}"] for row in report["ranking"]]
-    second = table(["load", "rank correlation", "regret"], ranks, markdown=True)
-    third = table(
-        ["setting", "TTFT objective, ms", "breaks at, requests/s", "simulated", "error"],
-        [
-            [
-                row["setting"],
-                f"{row['limit_ms']:.0f}",
-                *("-" if row[side] is None else number(row[side]) for side in ("real_per_s", "simulated_per_s")),
-                "-" if row["error"] is None else f"{row['error']:+.1%}",
-            ]
-            for row in report["breaking"]
-        ],
-        markdown=True,
-    )
-    return f"{table(head, body, left=2, markdown=True)}\n\n{second}\n\n{third}"
+    tables = (("rows", _ERRORS, 2), ("ranking", _RANKS, 1), ("breaking", _BREAKS, 1))
+    return "\n\n".join(results_table(report[of], columns, left=left, markdown=True) for of, columns, left in tables)

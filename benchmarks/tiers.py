@@ -16,12 +16,12 @@ import statistics
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import click
 import numpy as np
 
-from benchmarks.loads import all_running, fixed_load, measure_load, print_rows
-from kvrelay.bench.cases import turns_of
+from benchmarks.loads import all_running, fixed_load, in_turns, measure_load, print_rows
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.compare import serve_case
 from kvrelay.bench.report.metrics import LoadReport, figure
@@ -73,16 +73,11 @@ async def _measure(model: str | None, num_rounds: int, *, with_disk: bool) -> li
         async with all_running([serve_case("off", model, common, ""), serve_case("on", model, common, on)]) as targets:
             rows = []
             for load in LOADS:
-                for target in targets:
-                    await _turn(target, load, 0)
-                found: list[list[LoadReport]] = [[], []]
-                for number, which in turns_of((0, 1), num_rounds):
-                    found[which].append(await _turn(targets[which], load, number))
-                rows.append(_row(load, found))
+                rows.append(_row(load, await in_turns(targets, num_rounds, partial(_turn, load))))
             return rows
 
 
-async def _turn(target: Target, load: str, number: int) -> LoadReport:
+async def _turn(load: str, target: Target, number: int) -> LoadReport:
     """The prefixes return in each turn; private documents never do."""
     if load == "returning":
         per_group = NUM_REQUESTS // NUM_PREFIXES

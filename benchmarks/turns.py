@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import psutil
 
-from benchmarks.loads import all_running, fixed_load, measure_load, print_rows
+from benchmarks.loads import ClosedLoop, all_running, in_turns, measure_load, print_rows
 from benchmarks.options import parsed
-from kvrelay.bench.cases import Case, check_names, turns_of
+from kvrelay.bench.cases import Case, check_names
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.stream import BodyOptions
 from kvrelay.bench.compare import serve_case
@@ -27,11 +28,10 @@ from kvrelay.cli.options import json_option, model_argument
 from kvrelay.errors import InvalidInputError
 
 LOADS = {
-    # name: prompt tokens, output tokens, requests at once, requests per turn
-    "8 tokens": (32, 8, 8, 400),
-    "64 tokens": (32, 64, 8, 160),
-    "64 at once": (32, 64, 64, 256),
-    "long prompts": (2460, 8, 4, 80),
+    "8 tokens": ClosedLoop(32, 8, 8, 400),
+    "64 tokens": ClosedLoop(32, 64, 8, 160),
+    "64 at once": ClosedLoop(32, 64, 64, 256),
+    "long prompts": ClosedLoop(2460, 8, 4, 80),
 }
 PROCESSES = ("frontend", "worker")
 _COLUMNS = {
@@ -73,20 +73,14 @@ async def _measure(cases: Sequence[Case], num_rounds: int) -> list[Row]:
     async with all_running(cases) as targets:
         rows: list[Row] = []
         for load in LOADS:
-            for target in targets:
-                await _turn(target, load, 0)
-            found: list[list[Mapping[str, float]]] = [[], []]
-            for number, which in turns_of((0, 1), num_rounds):
-                found[which].append(await _turn(targets[which], load, number))
+            found = await in_turns(targets, num_rounds, partial(_turn, load))
             rows += [_row(load, name, [[turn[name] for turn in each] for each in found]) for name in PROCESSES]
         return rows
 
 
-async def _turn(target: Target, load: str, seed: int) -> dict[str, float]:
+async def _turn(load: str, target: Target, seed: int) -> dict[str, float]:
     """Microseconds of CPU time per request, by kind of process."""
-    prompt, output, at_once, count = LOADS[load]
-    name = load.replace(" ", "_")
-    spec = fixed_load(name, prompt, output, vocab_size=400, max_concurrency=at_once, num_requests=count)
+    spec = LOADS[load].spec(load)
     before = _cpu_ns(target.port)
     report = await measure_load(target, spec, body=BodyOptions(model="", plain=True), seed=seed, warm_up=0)
     after = _cpu_ns(target.port)

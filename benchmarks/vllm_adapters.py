@@ -14,7 +14,7 @@ import asyncio
 import shlex
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.adapters import write_adapter
@@ -30,6 +30,16 @@ RANK = 8
 PLAIN, SPLIT = "vllm serve", "kvrelay"
 ASKED = {"one": ADAPTERS[:1] * len(ADAPTERS), "eight": ADAPTERS}
 """The adapters of eight clients. With one adapter there are as many, so that the load's own work is the same."""
+
+COLUMNS = {
+    "at once": "at_once",
+    "case": "case",
+    "one adapter, tok/s": "one_per_s:.0f",
+    "eight, tok/s": "eight_per_s:.0f",
+    "eight over one": "ratio:.3f",
+    "over vLLM's own": "over_plain:.3f",
+    "failed": "failed:.0f",
+}
 
 
 def commands(given: argparse.Namespace, folder: Path) -> dict[str, str]:
@@ -71,21 +81,6 @@ def turn(given: argparse.Namespace, at_once: int) -> Turn:
     return measure
 
 
-def shown(at_once: str, rows: Mapping[str, Row]) -> list[dict[str, str]]:
-    return [
-        {
-            "at once": at_once,
-            "case": name,
-            "one adapter, tok/s": f"{row['one_per_s']:.0f}",
-            "eight, tok/s": f"{row['eight_per_s']:.0f}",
-            "eight over one": f"{row['ratio']:.3f}",
-            "over vLLM's own": f"{row['ratio'] / rows[PLAIN]['ratio']:.3f}",
-            "failed": f"{row['failed']:.0f}",
-        }
-        for name, row in rows.items()
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = load_parser(__doc__)
     parser.set_defaults(at_once=[16], max_num_seqs=32)
@@ -96,7 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for seed, name in enumerate(ADAPTERS):
             write_adapter(Path(folder) / name, seed, rank=RANK)
         found = asyncio.run(take_turns(commands(given, Path(folder)), turns, given.rounds))
-    print_table([line for at_once, medians in found.items() for line in shown(at_once, medians)])
+    print_table(
+        [
+            {"at_once": at_once, "case": name, **row, "over_plain": row["ratio"] / rows[PLAIN]["ratio"]}
+            for at_once, rows in found.items()
+            for name, row in rows.items()
+        ],
+        COLUMNS,
+    )
 
 
 if __name__ == "__main__":

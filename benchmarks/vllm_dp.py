@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.vllm_steps import load_parser, print_table, throughputs, worker
+from benchmarks.vllm_steps import COLUMNS, load_parser, print_table, throughputs, worker
 
 ENGINES = "two engines"
 FLAGS = {ENGINES: "--decode 2", "dp 2, experts spread": "--dp 2 --ep", "dp 2, experts cut": "--dp 2"}
@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = load_parser(__doc__)
     parser.set_defaults(at_once=[8, 32])
     given = parser.parse_args(arguments)
-    print_table(throughputs(given, {name: worker(given, flags) for name, flags in FLAGS.items()}, ENGINES))
+    commands = {name: worker(given, flags) for name, flags in FLAGS.items()}
+    print_table(throughputs(given, commands, ENGINES), COLUMNS)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,16 @@ from kvrelay.marks.waterfall import Waterfall
 
 BLOCK_SIZE = 32
 SERVE_ARGS = "--transport shm --dtype bfloat16 --max-model-len 8192 --kv-cache-memory 512MiB"
-FIGURES = {"first_s": "ttft_s.median", "second_s": "itl_s.median", "failed": "failed"}
+FIGURES = ("ttft_p50_s", "itl_p50_s", "failed")
 PARTS = ("after prefill", "load")
+COLUMNS = {
+    "tokens": "tokens",
+    "case": "case",
+    "first token ms": "ttft_p50_s:ms",
+    "second token ms": "itl_p50_s:ms",
+    **{f"{part} ms": f"{part}:.2f" for part in PARTS},
+    "failed": "failed:.0f",
+}
 
 
 def pair(given: argparse.Namespace, chunk: int, sources: str = "") -> str:
@@ -84,20 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     turns = {str(num_tokens): turn(num_tokens, given.requests) for num_tokens in given.prompt_tokens}
     found = asyncio.run(take_turns(commands, turns, given.rounds))
-    print_table(
-        [
-            {
-                "tokens": num_tokens,
-                "case": name,
-                "first token ms": f"{row['first_s'] * 1e3:.1f}",
-                "second token ms": f"{row['second_s'] * 1e3:.1f}",
-                **{f"{part} ms": f"{row[part]:.2f}" for part in PARTS},
-                "failed": f"{row['failed']:.0f}",
-            }
-            for num_tokens, cases in found.items()
-            for name, row in cases.items()
-        ]
-    )
+    rows = [{"tokens": tokens, "case": name, **row} for tokens, cases in found.items() for name, row in cases.items()]
+    print_table(rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -13,21 +13,22 @@ requests at once.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import shlex
 import sys
 from collections.abc import Sequence
 
-from benchmarks.loads import FIRST, figures, fixed_load, measure_load
-from benchmarks.vllm_steps import WARM_UP, Turn, load_parser, plain, print_table, take_turns, worker
-from kvrelay.bench.client.connection import Target
-from kvrelay.bench.report.table import Row
+from benchmarks.loads import FIRST
+from benchmarks.vllm_steps import load_parser, plain, print_table, throughputs, worker
 
-FIGURES = {
-    "tokens_per_s": "output_tokens_per_s",
-    "ttft_s": "ttft_s.median",
-    "itl_s": "itl_s.median",
-    "failed": "failed",
+COLUMNS = {
+    "at once": "at_once",
+    "case": "case",
+    "tok/s": "output_tokens_per_s:.0f",
+    "TTFT P50 ms": "ttft_p50_s:ms",
+    "ITL P50 ms": "itl_p50_s:ms",
+    "failed": "failed:.0f",
+    "throughput": "throughput:.3f",
+    "first token ms": "added_ttft_s:ms+.1f",
 }
 PLAIN, FRONT, WITHIN = "vLLM", "kvrelay in front of it", "vLLM in kvrelay"
 
@@ -41,39 +42,13 @@ def commands(given: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def turn(given: argparse.Namespace, at_once: int) -> Turn:
-    async def measure(target: Target, seed: int) -> Row:
-        count = max(at_once, given.requests * min(at_once, 4))
-        lengths = given.input_tokens, given.output_tokens
-        spec = fixed_load("load", *lengths, max_concurrency=at_once, num_requests=count)
-        return figures(await measure_load(target, spec, warm_up=WARM_UP, seed=seed), FIGURES)
-
-    return measure
-
-
-def _compared(at_once: str, name: str, row: Row, plain: Row) -> dict[str, str]:
-    return {
-        "at once": at_once,
-        "case": name,
-        "tok/s": f"{row['tokens_per_s']:.0f}",
-        "TTFT P50 ms": f"{row['ttft_s'] * 1e3:.1f}",
-        "ITL P50 ms": f"{row['itl_s'] * 1e3:.1f}",
-        "failed": f"{row['failed']:.0f}",
-        "throughput": f"{row['tokens_per_s'] / plain['tokens_per_s']:.3f}",
-        "first token ms": f"{(row['ttft_s'] - plain['ttft_s']) * 1e3:+.1f}",
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = load_parser(__doc__)
     parser.set_defaults(at_once=[1, 16], requests=12, input_tokens=128, dtype="bfloat16")
     parser.add_argument("--vllm-args", default="", help="further arguments of vLLM's own server")
     given = parser.parse_args(arguments)
-    turns = {str(at_once): turn(given, at_once) for at_once in given.at_once}
-    found = asyncio.run(take_turns(commands(given), turns, given.rounds))
-    print_table(
-        [_compared(at_once, name, row, rows[PLAIN]) for at_once, rows in found.items() for name, row in rows.items()]
-    )
+    rows = throughputs(given, commands(given), PLAIN, lambda at_once: max(at_once, given.requests * min(at_once, 4)))
+    print_table(rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from typing import NamedTuple
 
-from benchmarks.loads import fixed_load, measure_load, metrics_in
+from benchmarks.loads import figures, fixed_load, measure_load, metrics_in
 from benchmarks.vllm_steps import BLOCK_SIZE, Turn, load_parser, plain, print_table, take_turns, worker
 from kvrelay.bench.client.connection import ConnectionPool, Target
-from kvrelay.bench.report.metrics import figure
 from kvrelay.bench.report.table import Row
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -32,6 +31,23 @@ DRAFTING = " with n-grams"
 SETTLE_S = 2.0
 """A worker's last load sample is on its way to the frontend."""
 WARM_UP = 4
+FIGURES = ("output_tokens_per_s", "tpot_mean_s", "failed")
+RATIOS = {
+    "gain": "gain",
+    "kept": "kept",
+    "gain in tok/s": "rate_gain",
+    "kept ": "rate_kept",
+    "tokens per step": "tokens_per_step",
+    "accepted": "accepted",
+}
+COLUMNS = {
+    "at once": "at_once",
+    "case": "case",
+    "ms a token": "tpot_mean_s:ms.2f",
+    "tok/s": "output_tokens_per_s:.0f",
+    "failed": "failed:.0f",
+    **{name: f"{of}:.2f" for name, of in RATIOS.items()},
+}
 
 
 class Drafts(NamedTuple):
@@ -57,10 +73,8 @@ async def drafts_of(target: Target) -> Drafts:
 def drafts_in(metrics: str) -> Drafts:
     """Of vLLM's metrics page."""
     found = metrics_in(metrics)
-    drafted, accepted = (
-        found.get((f"vllm:spec_decode_num_{name}_tokens_total", ""), 0.0) for name in ("draft", "accepted")
-    )
-    return Drafts(drafted, accepted)
+    names = (f"vllm:spec_decode_num_{name}_tokens_total" for name in ("draft", "accepted"))
+    return Drafts(*(found.get((name, ""), 0.0) for name in names))
 
 
 def counted(drafts: Drafts, num_tokens: float) -> Row:
@@ -95,9 +109,7 @@ def turn(given: argparse.Namespace, at_once: int, num_cases: int) -> Turn:
         report = await measure_load(target, spec, warm_up=0, seed=own)
         await asyncio.sleep(SETTLE_S)
         drafts = (await drafts_of(target)).since(before)
-        names = {"tokens_per_s": "output_tokens_per_s", "token_s": "tpot_s.mean", "failed": "failed"}
-        times = {name: figure(report, path) or 0.0 for name, path in names.items()}
-        return {**times, **counted(drafts, count * (given.output_tokens - 1))}
+        return {**figures(report, FIGURES), **counted(drafts, count * (given.output_tokens - 1))}
 
     return measure
 
@@ -107,30 +119,16 @@ def gains(rows: Mapping[str, Row], name: str) -> dict[str, float]:
     return {server: rows[server][name] / rows[server + DRAFTING][name] for server in (PLAIN, SPLIT)}
 
 
-def shown(at_once: str, rows: Mapping[str, Row]) -> list[dict[str, str]]:
-    gain = gains(rows, "token_s")
-    throughput = {server: 1.0 / each for server, each in gains(rows, "tokens_per_s").items()}
+def shown(at_once: str, rows: Mapping[str, Row]) -> list[Row]:
+    """A line for each case; only those with drafts have ratios."""
+    gain, slower = gains(rows, "tpot_mean_s"), gains(rows, "output_tokens_per_s")
     lines = []
     for case, row in rows.items():
-        server, is_drafting = case.removesuffix(DRAFTING), case.endswith(DRAFTING)
-        ratios = {
-            "gain": gain[server],
-            "kept": gain[server] / gain[PLAIN],
-            "gain in tok/s": throughput[server],
-            "kept ": throughput[server] / throughput[PLAIN],
-            "tokens per step": row["tokens_per_step"],
-            "accepted": row["accepted"],
-        }
-        lines.append(
-            {
-                "at once": at_once,
-                "case": case,
-                "ms a token": f"{row['token_s'] * 1e3:.2f}",
-                "tok/s": f"{row['tokens_per_s']:.0f}",
-                "failed": f"{row['failed']:.0f}",
-                **{name: f"{value:.2f}" if is_drafting else "" for name, value in ratios.items()},
-            }
-        )
+        line = {"at_once": at_once, "case": case, **row}
+        server = case.removesuffix(DRAFTING)
+        line |= {"gain": gain[server], "kept": gain[server] / gain[PLAIN]}
+        line |= {"rate_gain": 1.0 / slower[server], "rate_kept": slower[PLAIN] / slower[server]}
+        lines.append(line if case.endswith(DRAFTING) else line | dict.fromkeys(RATIOS.values(), ""))
     return lines
 
 
@@ -142,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = commands(given)
     turns = {str(count): turn(given, count, len(cases)) for count in given.at_once}
     found = asyncio.run(take_turns(cases, turns, given.rounds))
-    print_table([line for at_once, medians in found.items() for line in shown(at_once, medians)])
+    print_table([line for at_once, medians in found.items() for line in shown(at_once, medians)], COLUMNS)
 
 
 if __name__ == "__main__":

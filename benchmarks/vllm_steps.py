@@ -28,13 +28,36 @@ from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import summarise
 from kvrelay.bench.interference import figures_of
-from kvrelay.bench.report.table import Row, table
+from kvrelay.bench.report.table import Row, results_table
 
 START_S = 900.0
 WARM_UP = 8
 BLOCK_SIZE = 32
 WITH, WITHOUT = "recorder", "no recorder"
 BY_OBJECTIVE, FIXED, PLAIN = "chunks by objective", "fixed budget", "vllm serve"
+FIGURES = ("output_tokens_per_s", "ttft_p50_s", "itl_p50_s", "failed")
+COLUMNS = {
+    "at once": "at_once",
+    "case": "case",
+    "tok/s": "output_tokens_per_s:.0f",
+    "ITL P50 ms": "itl_p50_s:ms.2f",
+    "failed": "failed:.0f",
+    "throughput": "throughput:.3f",
+}
+RATIOS = ("chat_itl_p99_s", "output_tokens_per_s", "long_ttft_p50_s")
+CHUNK_COLUMNS = {
+    "case": "case",
+    "chat ITL P50 ms": "chat_itl_p50_s:ms",
+    "chat ITL P99 ms": "chat_itl_p99_s:ms",
+    "chat TTFT P50 ms": "chat_ttft_p50_s:ms.0f",
+    "long TTFT P50 ms": "long_ttft_p50_s:ms.0f",
+    "chat tok/s": "chat_tokens_per_s:.0f",
+    "tok/s ": "output_tokens_per_s:.0f",
+    "failed": "failed_requests:.0f",
+    "chat ITL P99 ratio": "chat_itl_p99_s_ratio:.2f",
+    "tok/s ratio": "output_tokens_per_s_ratio:.2f",
+    "long TTFT ratio": "long_ttft_p50_s_ratio:.2f",
+}
 Turn = Callable[[Target, int], Awaitable[Row]]
 """From a server and a seed to figures by name."""
 
@@ -77,37 +100,37 @@ async def take_turns(commands: Mapping[str, str], turns: Mapping[str, Turn], rou
     return found
 
 
-def throughputs(given: argparse.Namespace, commands: Mapping[str, str], base: str) -> list[dict[str, str]]:
-    """Closed loops of prompts and answers of fixed lengths; the last column is over the case ``base``."""
+def throughputs(
+    given: argparse.Namespace, commands: Mapping[str, str], base: str, num_requests: Callable[[int], int] | None = None
+) -> list[Row]:
+    """Closed loops of prompts and answers of fixed lengths, each beside that of the case ``base``. ``num_requests``: of
+    a turn with so many at once; None: ``--requests`` for each."""
 
     def turn(at_once: int) -> Turn:
         async def measure(target: Target, seed: int) -> Row:
             lengths = given.input_tokens, given.output_tokens
-            count = given.requests * at_once
+            count = num_requests(at_once) if num_requests else given.requests * at_once
             spec = fixed_load("load", *lengths, max_concurrency=at_once, num_requests=count)
-            report = await measure_load(target, spec, warm_up=WARM_UP, seed=seed)
-            return figures(report, {"tokens_per_s": "output_tokens_per_s", "itl_s": "itl_s.median", "failed": "failed"})
+            return figures(await measure_load(target, spec, warm_up=WARM_UP, seed=seed), FIGURES)
 
         return measure
 
-    found = asyncio.run(take_turns(commands, {str(count): turn(count) for count in given.at_once}, given.rounds))
+    turns = {str(at_once): turn(at_once) for at_once in given.at_once}
+    found = asyncio.run(take_turns(commands, turns, given.rounds))
     return [
         {
-            "at once": count,
-            "case": name,
-            "tok/s": f"{row['tokens_per_s']:.0f}",
-            "ITL P50 ms": f"{row['itl_s'] * 1e3:.2f}",
-            "failed": f"{row['failed']:.0f}",
-            "throughput": f"{row['tokens_per_s'] / rows[base]['tokens_per_s']:.3f}",
+            **{"at_once": at_once, "case": name, **row},
+            "throughput": row["output_tokens_per_s"] / rows[base]["output_tokens_per_s"],
+            "added_ttft_s": row["ttft_p50_s"] - rows[base]["ttft_p50_s"],
         }
-        for count, rows in found.items()
+        for at_once, rows in found.items()
         for name, row in rows.items()
     ]
 
 
-def recorder(given: argparse.Namespace) -> list[dict[str, str]]:
+def recorder(given: argparse.Namespace) -> None:
     commands = {WITH: worker(given, "--no-vllm-chunks-by-objective"), WITHOUT: worker(given, "--no-vllm-step-costs")}
-    return throughputs(given, commands, WITHOUT)
+    print_table(throughputs(given, commands, WITHOUT), COLUMNS)
 
 
 def budgets(given: argparse.Namespace) -> dict[str, str]:
@@ -116,11 +139,11 @@ def budgets(given: argparse.Namespace) -> dict[str, str]:
     return {BY_OBJECTIVE: worker(given, slo), FIXED: fixed, PLAIN: plain(given)}
 
 
-def loop(given: argparse.Namespace) -> list[dict[str, str]]:
-    return throughputs(given, budgets(given), PLAIN)
+def loop(given: argparse.Namespace) -> None:
+    print_table(throughputs(given, budgets(given), PLAIN), COLUMNS)
 
 
-def chunks(given: argparse.Namespace) -> list[dict[str, str]]:
+def chunks(given: argparse.Namespace) -> None:
     async def measure(target: Target, seed: int) -> Row:
         chats = fixed_load("chat", given.input_tokens, given.output_tokens, max_concurrency=given.chats)
         long = fixed_load("long", given.long_tokens, 4, max_concurrency=given.longs)
@@ -128,21 +151,8 @@ def chunks(given: argparse.Namespace) -> list[dict[str, str]]:
         return {name: value for name, value in figures_of(run.report, "chat", "long").items() if name != "report"}
 
     rows = asyncio.run(take_turns(budgets(given), {"mix": measure}, given.rounds))["mix"]
-    ratios = {"chat ITL P99": "chat_itl_p99_s", "tok/s": "output_tokens_per_s", "long TTFT": "long_ttft_p50_s"}
-    return [
-        {
-            "case": name,
-            "chat ITL P50 ms": f"{row['chat_itl_p50_s'] * 1e3:.1f}",
-            "chat ITL P99 ms": f"{row['chat_itl_p99_s'] * 1e3:.1f}",
-            "chat TTFT P50 ms": f"{row['chat_ttft_p50_s'] * 1e3:.0f}",
-            "long TTFT P50 ms": f"{row['long_ttft_p50_s'] * 1e3:.0f}",
-            "chat tok/s": f"{row['chat_tokens_per_s']:.0f}",
-            "tok/s ": f"{row['output_tokens_per_s']:.0f}",
-            "failed": f"{row['failed_requests']:.0f}",
-            **{f"{label} ratio": f"{row[field] / rows[PLAIN][field]:.2f}" for label, field in ratios.items()},
-        }
-        for name, row in rows.items()
-    ]
+    ratios = {name: {f"{of}_ratio": row[of] / rows[PLAIN][of] for of in RATIOS} for name, row in rows.items()}
+    print_table([{"case": name, **row, **ratios[name]} for name, row in rows.items()], CHUNK_COLUMNS)
 
 
 def load_parser(about: str | None, modes: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -164,9 +174,9 @@ def load_parser(about: str | None, modes: Sequence[str] = ()) -> argparse.Argume
     return parser
 
 
-def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """In Markdown; the columns are the names of the first row."""
-    print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
+def print_table(rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+    """In Markdown."""
+    print(results_table(rows, columns, markdown=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -178,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--long-tokens", type=int, default=1800)
     parser.add_argument("--seconds", type=float, default=30.0, help="of a turn")
     given = parser.parse_args(arguments)
-    print_table(modes[given.what](given))
+    modes[given.what](given)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import click
 from benchmarks.loads import fixed_load, send
 from benchmarks.options import all_cases, experiment_options
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import FAILED, finish, summarise, take_turns
 from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.report.machine import describe_machine
@@ -43,12 +42,11 @@ def warm_burst(as_json: bool, rounds: int, streams: int, output: int, prefix: in
 
     Example: python -m benchmarks warm-burst --rounds 1
     """
-    limits = RunLimits(drain_s=300.0)
 
     async def measure(target: Target, row: Row) -> Row:
         # The same seed for all loads, so that the streams have the prompts that were computed before.
         for load in loads(streams, output, prefix):
-            run = await send(target, load, limits=limits, seed=row["round"], warm_up=0)
+            run = await send(target, load, seed=row["round"], warm_up=0)
         return warm_figures(run.result)
 
     flags = {policy: f"--prefill 0 --decode 2 --router {policy}" for policy in POLICIES}

@@ -30,7 +30,7 @@ from kvrelay.bench.report.metrics import (
     serve_report,
 )
 from kvrelay.bench.report.table import Row, results_table
-from kvrelay.bench.sweep import CaseSweep, KneeOptions, knee_search, plot_sweep, sweep_case, sweep_markdown
+from kvrelay.bench.sweep import CaseSweep, KneeOptions, knee_of, plot_sweep, sweep_case, sweep_markdown
 from kvrelay.errors import InvalidInputError
 
 # A server with one child that outlives SIGTERM: what a case has to clean up.
@@ -106,14 +106,12 @@ def test_case_texts() -> None:
 
 def search(options: KneeOptions, limit: float) -> tuple[float | None, list[float]]:
     tried: list[float] = []
-    steps = knee_search(options)
-    try:
-        rate = next(steps)
-        while True:
-            tried.append(rate)
-            rate = steps.send(rate <= limit)
-    except StopIteration as stop:
-        return stop.value, tried
+
+    async def is_good(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= limit
+
+    return asyncio.run(knee_of(options, is_good)), tried
 
 
 def test_knee_is_found_by_doubling_and_bisection() -> None:

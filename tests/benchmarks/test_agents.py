@@ -1,10 +1,24 @@
-"""The load of agents, and what is read of a stream."""
+"""The load of agents, and what is sent and read of it."""
 
 from __future__ import annotations
 
-import pytest
-from benchmarks.agents import BLOCK_SIZE, COSTS, StayingPairs, blocks_of, compared, load_of, outcome_of, usage_of
+from collections.abc import Callable
 
+import pytest
+from benchmarks.agents import (
+    BLOCK_SIZE,
+    COSTS,
+    VOCAB_SIZE,
+    StayingPairs,
+    blocks_of,
+    compared,
+    load_of,
+    outcome_of,
+    served,
+)
+from tests.bench.conftest import ScriptedServer
+
+from kvrelay.bench.cases import Case
 from kvrelay.bench.errors import BenchError
 from kvrelay.config import DisaggConfig, EngineConfig
 from kvrelay.errors import InvalidInputError
@@ -43,15 +57,24 @@ def test_first_turns_do_not_count() -> None:
     assert outcome_of(load, 7, [100.0, 1.0, 100.0, 3.0]).ttft_s == 2.0
 
 
-def test_the_usage_is_read_of_the_last_event() -> None:
-    stream = (
-        b'data: {"choices":[{"text":"x"}]}\n\ndata: {"choices":[],"usage":{"prompt_tokens":9,"total_tokens":10,'
-        b'"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}\n\ndata: [DONE]\n\n'
-    )
-    usage = usage_of(stream)
-    assert (usage.prompt_tokens, usage.num_cached_tokens) == (9, 4)
-    with pytest.raises(BenchError, match="usage"):
-        usage_of(b"data: [DONE]\n\n")
+async def test_a_session_is_sent_turn_by_turn_with_its_hints(scripted: Callable[..., ScriptedServer]) -> None:
+    """The server counts 7 prompt tokens, of which 3 are cached. A prefetch of the second turn goes before it."""
+    load = load_of({**GIVEN, "sessions": 1, "turns": 2, "prefetch_s": 0.1}, 0)
+    with scripted() as server:
+        turns = await served(Case("scripted", url=server.url), load, faster=100.0, is_hinted=True)
+    bodies = [each.body for each in server.served]
+    assert [body["kv_hints"] for body in bodies] == [{"tool": load[0].tool}, {"prefetch": True}, {"release": True}]
+    assert all(body["ignore_eos"] is True and body["model"] == "scripted" for body in bodies)
+    assert [body["prompt"] for body in bodies[1:]] == [list(load[1].prompt(1, VOCAB_SIZE))] * 2
+    assert [body["max_tokens"] for body in bodies] == [load[at].answer_tokens for at in (0, 1, 1)]
+    assert [turn.num_computed for turn in turns] == [7 - 3] * 2
+    assert all(turn.first_s > 0 for turn in turns)
+
+
+async def test_a_turn_that_is_refused_ends_the_benchmark(scripted: Callable[..., ScriptedServer]) -> None:
+    load = load_of({**GIVEN, "sessions": 1, "turns": 2}, 0)
+    with scripted(mode="refuse") as server, pytest.RaisesGroup(pytest.RaisesExc(BenchError, match="turn 0: HTTP 503")):
+        await served(Case("scripted", url=server.url), load)
 
 
 @pytest.mark.parametrize("stays", [False, True])

@@ -22,7 +22,10 @@ def test_ranks_and_engines_take_turns_with_the_same_loads(
         started.update({name: shlex.split(command) for name, command in commands.items()})
         rates = dict(zip(commands, (120.0, 90.0, 60.0), strict=True))
         return {
-            turn: {name: {"tokens_per_s": rate, "itl_s": 0.01 * rounds, "failed": 0.0} for name, rate in rates.items()}
+            turn: {
+                name: {"output_tokens_per_s": rate, "ttft_p50_s": 0.1, "itl_p50_s": 0.01 * rounds, "failed": 0.0}
+                for name, rate in rates.items()
+            }
             for turn in turns
         }
 

@@ -102,7 +102,7 @@ def test_cases_are_compared_by_calm_rounds_if_both_have_two() -> None:
 def test_tables_and_lines_have_the_medians_of_the_rounds() -> None:
     rows = [{**one, "rate": 2.0, "ttft_p50_s": 0.05} for one in APART]
     rows += [{**one, "rate": 1.0, "point": "1 requests/s", "ttft_p50_s": 0.05} for one in CLOSE]
-    shown = rows_table(rows, {"P90": ("ttft_p90_s", ".0f", 1e3)})
+    shown = rows_table(rows, {"P90": "ttft_p90_s:ms.0f"})
     assert shown.rows == (
         ("2 requests/s", "a", "105"),
         ("2 requests/s", "b", "210"),

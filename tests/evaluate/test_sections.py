@@ -11,6 +11,7 @@ import pytest
 from kvrelay.bench.formats import FileFormat
 from kvrelay.bench.prefixes.measure import PrefixOptions, measure_prefixes
 from kvrelay.bench.progress import ProgressBar
+from kvrelay.bench.report.metrics import FIGURES
 from kvrelay.core.step_cost import StepCost, StepWork
 from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.findings import Section
@@ -19,7 +20,6 @@ from kvrelay.evaluate.options import SHORT
 from kvrelay.evaluate.plan import Pace, Plan, Share
 from kvrelay.evaluate.sections import arrangements, chunks, groups, loads, policies, prefixes, ratios, spent, transfers
 from kvrelay.evaluate.shown import failures
-from kvrelay.evaluate.workbench import FIGURES
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.trial import Candidate, Outcome
 
@@ -28,7 +28,7 @@ def rows(case: str, points: dict[str, float], ttft_s: float, **more: Any) -> lis
     """Two rounds that differ by 1 ms; times grow with the rate."""
     return [
         {
-            **dict.fromkeys((*FIGURES, "requests_per_s"), 0.5),
+            **dict.fromkeys((*FIGURES, "tokens_per_s"), 0.5),
             **{"case": case, "point": point, "round": number, "error": "", "rate": rate, "concurrency": 0},
             **{"ttft_p90_s": ttft_s * rate + number / 1e3, "ttft_p50_s": ttft_s * rate + number / 1e3, "remote": 0.0},
             **more,

@@ -98,12 +98,12 @@ def take_turns(
 
 
 def summarise(
-    rows: Sequence[Row], how: Mapping[str, Reduce] | None = None, labels: Sequence[str] = ("case",)
+    rows: Sequence[Mapping[str, Any]], how: Mapping[str, Reduce] | None = None, labels: Sequence[str] = ("case",)
 ) -> list[Row]:
     """The rows with the same ``labels`` as one: of each numeric figure the median, or what ``how`` makes of its values;
     None if there are none. Rows that failed count as "failed_rounds" only."""
     how = {"num_failed": sum, **(how or {})}
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[label] for label in labels), []).append(row)
     skipped = {"round", "error", *labels}

@@ -79,13 +79,8 @@ def run_once(llm: LLM, load: BatchLoad, grammar: Grammar | None = None) -> Engin
     num_tokens = sum(len(output.token_ids) for output in outputs)
     if num_tokens != load.num_prompts * load.output_len:
         raise FatalError(f"{num_tokens} tokens came out, {load.num_prompts * load.output_len} were asked for")
-    return EngineRun(
-        duration,
-        [output.first_token_s for output in outputs],
-        [output.duration_s for output in outputs],
-        num_tokens,
-        _num_steps(llm) - num_steps,
-    )
+    firsts, ends = [output.first_token_s for output in outputs], [output.duration_s for output in outputs]
+    return EngineRun(duration, firsts, ends, num_tokens, _num_steps(llm) - num_steps)
 
 
 def _num_steps(llm: LLM) -> int:

@@ -85,15 +85,11 @@ def measure_interference(given: dict[str, Any]) -> None:
 
         async def measure(target: Target, row: Row) -> Row:
             seed = options.seed + row["round"] - 1
-            found = (
-                await run_serve(msgspec.structs.replace(options, target=target, backend=row["case"], seed=seed), bar)
-            ).report
-            return figures_of(found, chat, long)
+            turn = msgspec.structs.replace(options, target=target, backend=row["case"], seed=seed)
+            return figures_of((await run_serve(turn, bar)).report, chat, long)
 
-        times, key = CaseTimes(given["start_timeout"]), given["api_key"]
-        runs = take_turns(
-            cases, given["rounds"], measure, log_dir=folder / "logs", times=times, api_key=key, done=write
-        )
+        times, key, logs = CaseTimes(given["start_timeout"]), given["api_key"], folder / "logs"
+        runs = take_turns(cases, given["rounds"], measure, log_dir=logs, times=times, api_key=key, done=write)
     plot_beside(plot_interference, report(runs)["summaries"], folder / "interference.png")
     finish(report(runs), interference_markdown(report(runs)), runs, given["as_json"])
 

@@ -5,7 +5,7 @@ objectives for the required share of requests, found by doubling and bisection.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,11 @@ class SweepReport(msgspec.Struct, frozen=True):
     cases: tuple[CaseSweep, ...]
 
 
-def knee_search(options: KneeOptions) -> Generator[float, bool, float | None]:
-    """Yields the next rate to try, receives whether it was good, returns the highest good rate (None: no good rate)."""
+async def knee_of(options: KneeOptions, is_good: Callable[[float], Awaitable[bool]]) -> float | None:
+    """The highest good rate of those that it tries; None: no good rate."""
     good: float | None = None
     rate = options.first_rate
-    while (yield rate):
+    while await is_good(rate):
         good = rate
         if rate >= options.max_rate:
             return good
@@ -89,7 +89,7 @@ def knee_search(options: KneeOptions) -> Generator[float, bool, float | None]:
     for _ in range(options.steps):
         # If the first rate was not good, search below it.
         rate = bad / 2 if good is None else math.sqrt(good * bad)
-        if (yield rate):
+        if await is_good(rate):
             good = rate
         else:
             bad = rate
@@ -115,21 +115,10 @@ async def sweep_case(
         for rate in rates:
             await point(rate)
         if knee is not None:
-            found = await _search(point, knee)
+            found = await knee_of(knee, point)
     except BenchError as exc:
         error = exc.message
     return CaseSweep(name, tuple(points[rate] for rate in sorted(points)), found, error)
-
-
-async def _search(point: Callable[[float], Awaitable[bool]], knee: KneeOptions) -> float | None:
-    search = knee_search(knee)
-    try:
-        rate = next(search)
-        while True:
-            rate = search.send(await point(rate))
-    except StopIteration as stop:
-        knee_rate: float | None = stop.value
-        return knee_rate
 
 
 def measure_sweep(given: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ def read_trace(path: Path) -> Iterator[TraceRecord]:
         TraceFormat.AZURE: read_azure,
         TraceFormat.BURST_GPT: read_burst_gpt,
     }
-    return readers[detect_trace(path)](path)
+    return not_empty(path, readers[detect_trace(path)](path))
 
 
 def detect_trace(path: Path) -> TraceFormat:
@@ -76,29 +76,14 @@ def detect_trace(path: Path) -> TraceFormat:
 
 def read_bailian(path: Path) -> Iterator[TraceRecord]:
     """A Qwen-Bailian trace: seconds, ids of 16-token blocks, and the chat that each request continues."""
-    return not_empty(path, _read_bailian(path))
+    for item in json_lines(path, _BailianItem):
+        parent, ids = str(item.parent_chat_id), tuple(item.hash_ids)
+        chats = str(item.chat_id), None if parent == NO_PARENT else parent
+        yield TraceRecord(item.timestamp, item.input_length, item.output_length, ids, BAILIAN_TOKENS, *chats)
 
 
 def read_burst_gpt(path: Path) -> Iterator[TraceRecord]:
     """A BurstGPT trace: seconds and lengths. Rows without an answer are failed requests and left out."""
-    return not_empty(path, _read_burst_gpt(path))
-
-
-def _read_bailian(path: Path) -> Iterator[TraceRecord]:
-    for item in json_lines(path, _BailianItem):
-        parent = str(item.parent_chat_id)
-        yield TraceRecord(
-            item.timestamp,
-            item.input_length,
-            item.output_length,
-            tuple(item.hash_ids),
-            BAILIAN_TOKENS,
-            str(item.chat_id),
-            None if parent == NO_PARENT else parent,
-        )
-
-
-def _read_burst_gpt(path: Path) -> Iterator[TraceRecord]:
     with opened(path) as lines:
         for where, row in csv_rows(path, lines):
             try:

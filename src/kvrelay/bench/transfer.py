@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import mmap
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvrelay.bench.peer import START_TIMEOUT_S, Peer, say
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.config import TransferConfig
-from kvrelay.core.layout import MemoryRegion, paged_kv
+from kvrelay.core.layout import KVLayout, MemoryRegion, paged_kv
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Transport
@@ -36,7 +35,6 @@ DEFAULT_PIECE_BYTES = (4096, 16384, 65536, 262144, 1048576, 8388608)
 COMPATIBILITY = "benchmark"
 
 UInt8Array = npt.NDArray[np.uint8]
-START_TIMEOUT_S = 60.0
 _COLUMNS = {
     "op": "op",
     "placement": "placement",
@@ -100,10 +98,9 @@ def run_transfer_benchmark(
 def moving(config: TransferConfig, name: str, num_bytes: int) -> Iterator[tuple[Transport, TransferThread]]:
     """A pool here and one of the same size in a peer process, connected."""
     arguments = "kvrelay.bench.transfer", str(num_bytes), msgspec.json.encode(config).decode()
-    with pool_thread(config, name, num_bytes) as (transport, thread, region), peer_process(*arguments) as (line, _, _):
-        peer = msgspec.json.decode(line, type=KvMetadata)
+    with pool_thread(config, name, num_bytes) as (transport, thread, region), Peer(*arguments) as peer:
         thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
-        thread.add_peer(peer).result(START_TIMEOUT_S)
+        thread.add_peer(msgspec.json.decode(peer.hello, type=KvMetadata)).result(START_TIMEOUT_S)
         thread.open_handoff()
         yield transport, thread
 
@@ -141,9 +138,8 @@ def _measure(
     many bytes, taken in turns with the rounds."""
     pieces = spaced_pieces(total_bytes, piece_bytes)
     if placement == "scattered":
-        pieces = msgspec.structs.replace(
-            pieces, remote_offsets=np.random.default_rng(0).permutation(pieces.remote_offsets)
-        )
+        anywhere = np.random.default_rng(0).permutation(pieces.remote_offsets)
+        pieces = msgspec.structs.replace(pieces, remote_offsets=anywhere)
     moved, copied = [], []
     for _ in range(num_rounds):
         moved.append(move(thread, op, pieces, None))
@@ -214,45 +210,22 @@ def _time_pieces() -> float:
     return _median_s(20, block_pieces, layout, *(rng.permutation(4000)[:1000].tolist() for _ in range(2)))
 
 
-@contextmanager
-def peer_process(module: str, *arguments: str) -> Iterator[tuple[bytes, IO[bytes], IO[bytes]]]:
-    """``python -m module`` with these arguments: the first line that it prints, its input and its output. It ends with
-    its input. Raises TransferError if it prints nothing."""
-    command = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        # A peer that hangs during its start is killed, which ends readline.
-        guard = threading.Timer(START_TIMEOUT_S, process.kill)
-        guard.start()
-        try:
-            line = process.stdout.readline()
-            guard.cancel()
-            if not line:
-                raise TransferError("the benchmark's peer process did not start", peer=module)
-            yield line, process.stdin, process.stdout
-        finally:
-            guard.cancel()
-            process.stdin.close()
-            try:
-                process.wait(START_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def pool_metadata(worker_id: str, config: TransferConfig, agent: bytes, region: MemoryRegion) -> KvMetadata:
-    """What a peer has to know of a benchmark's pool, whose blocks are single bytes."""
+def pool_metadata(
+    worker_id: str, transport: str, agent: bytes, region: MemoryRegion, layout: KVLayout | None = None
+) -> KvMetadata:
+    """What a peer has to know of a pool; without a layout its blocks are single bytes."""
     return KvMetadata(
         worker_id=worker_id,
         rank=0,
-        transport=config.transport,
+        transport=transport,
         agent=agent,
         address=region.address,
         num_bytes=region.num_bytes,
-        block_bytes=1,
-        device="cpu",
-        device_id=0,
+        block_bytes=1 if layout is None else layout.block_bytes,
+        device=region.device,
+        device_id=region.device_id,
         kv_compatibility=COMPATIBILITY,
+        layout=layout,
     )
 
 
@@ -260,10 +233,8 @@ def _peer_main(num_bytes: int, config: TransferConfig) -> None:
     """A pool that can be read and written, until stdin ends."""
     with pool_thread(config, "benchmark-peer", num_bytes) as (_, thread, region):
         agent = thread.register(region).result(START_TIMEOUT_S)
-        metadata = pool_metadata("benchmark-peer", config, agent, region)
         thread.open_handoff()
-        sys.stdout.buffer.write(msgspec.json.encode(metadata) + b"\n")
-        sys.stdout.buffer.flush()
+        say(msgspec.json.encode(pool_metadata("benchmark-peer", config.transport, agent, region)))
         sys.stdin.buffer.read()
 
 

@@ -126,10 +126,8 @@ def chance(found: Comparison, noise: Comparison) -> float:
     are binomial by the tokens that each was exposed to."""
     total = len(found.differing) + len(noise.differing)
     share = found.exposed / max(1, found.exposed + noise.exposed)
-    return sum(
-        math.comb(total, count) * share**count * (1 - share) ** (total - count)
-        for count in range(len(found.differing), total + 1)
-    )
+    counts = range(len(found.differing), total + 1)
+    return sum(math.comb(total, count) * share**count * (1 - share) ** (total - count) for count in counts)
 
 
 def chance_of_stable(num_times: int, num_prompts: int) -> float:
@@ -146,10 +144,8 @@ def judge_answers(
     ties = f", {found.num_ties} at a tie of the engine's own" if found.num_ties else ""
     count = len(found.differing)
     if not count:
-        return (
-            Verdict.PASS,
-            f"{found.num_answers} of {found.num_answers} greedy answers are those of the engine alone{ties}",
-        )
+        same = f"{found.num_answers} of {found.num_answers} greedy answers are those of the engine alone"
+        return Verdict.PASS, f"{same}{ties}"
     said = f"{count} of {found.num_answers} greedy answers differ from those of the engine alone{ties}; "
     said += f"the engine differs from itself in {len(noise.differing)} of {noise.num_answers}"
     p = chance(found, noise)

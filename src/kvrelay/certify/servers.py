@@ -185,11 +185,11 @@ class Cluster:
         """Let a worker of role ``old`` go on as ``new``; it has that role when this returns. Raises KvrelayError."""
         changed = (await self.worker(old.value))["worker_id"]
         await change_role(self.control, changed, new, force=False)
-        await self.until(
-            lambda workers: any(one["worker_id"] == changed and one["role"] == new.value for one in workers),
-            30.0,
-            f"{changed} did not become a {new.value} worker",
-        )
+
+        def has_changed(workers: list[dict[str, Any]]) -> bool:
+            return any(one["worker_id"] == changed and one["role"] == new.value for one in workers)
+
+        await self.until(has_changed, 30.0, f"{changed} did not become a {new.value} worker")
 
     async def until(
         self,
@@ -218,22 +218,17 @@ class Cluster:
 
     def control_pid(self) -> int | None:
         """Of its NATS server, if it has started one."""
-        return self._child(lambda process: "nats-server" in process.name())
+        return child_pid(self.pid, "nats-server")
 
-    def rank_pid(self, worker_pid: int) -> int | None:
-        """Of a rank of this worker, if it has any."""
-        with suppress(psutil.Error):
-            for process in psutil.Process(worker_pid).children():
-                if any(RANK_MODULE in word for word in process.cmdline()):
-                    return int(process.pid)
-        return None
 
-    def _child(self, is_it: Callable[[psutil.Process], bool]) -> int | None:
-        for process in psutil.Process(self.pid).children():
-            with suppress(psutil.Error):
-                if is_it(process):
+def child_pid(pid: int, word: str) -> int | None:
+    """Of a child of this process that has ``word`` in its command line, such as RANK_MODULE."""
+    with suppress(psutil.Error):
+        for process in psutil.Process(pid).children():
+            with suppress(psutil.Error):  # it has just ended; the others count
+                if any(word in each for each in process.cmdline()):
                     return int(process.pid)
-        return None
+    return None
 
 
 def blocks_in_use(workers: Sequence[dict[str, Any]]) -> int:

@@ -104,11 +104,8 @@ def fitted(arrivals: Sequence[Arrival], vocab_size: int, context: int) -> Evalua
     found = []
     for one in arrivals:
         answer = min(one.answer_tokens, context // 2)
-        found.append(
-            msgspec.structs.replace(
-                one, answer_tokens=answer, prompt_tokens=min(one.prompt_tokens, context - answer - 1)
-            )
-        )
+        prompt = min(one.prompt_tokens, context - answer - 1)
+        found.append(msgspec.structs.replace(one, answer_tokens=answer, prompt_tokens=prompt))
     return EvaluatedLoad(tuple(found), vocab_size, context, sum(one != now for one, now in zip(arrivals, found)))
 
 
@@ -142,16 +139,11 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
 def sent_of(records: Sequence[RequestRecord]) -> list[Sent]:
     """The answered ones, by time of sending, from the first one's on."""
     good = sorted((one for one in records if one.outcome is Outcome.OK), key=lambda one: one.sent_ns)
-    return [
-        Sent(
-            (one.sent_ns - good[0].sent_ns) / 1e9,
-            one.prompt_tokens,
-            max(one.output_tokens, 1),
-            one.ttft_s or one.e2e_s,
-            one.e2e_s,
-        )
-        for one in good
-    ]
+    found = []
+    for one in good:
+        after_s, num_tokens = (one.sent_ns - good[0].sent_ns) / 1e9, max(one.output_tokens, 1)
+        found.append(Sent(after_s, one.prompt_tokens, num_tokens, one.ttft_s or one.e2e_s, one.e2e_s))
+    return found
 
 
 def answered_per_s(sent: Sequence[Sent]) -> float:

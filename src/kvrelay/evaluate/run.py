@@ -141,11 +141,8 @@ def _sections(
     decision, at_rate = answer.decision_of(advice)
     figures = {"decision": decision, "at_rate": at_rate, "above": advice.best, "rate": advice.rate}
     figures |= {"capacities": advice.capacities, "simulator_errors": found}
-    return (
-        [first, checked, separated, *others, linked, spent.section_of(basis, plans, options.sizes, taken_s)],
-        figures,
-        options,
-    )
+    used = spent.section_of(basis, plans, options.sizes, taken_s)
+    return [first, checked, separated, *others, linked, used], figures, options
 
 
 def _plan(bench: Workbench, basis: Basis, wishes: Sequence[Wish]) -> Plan:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from kvrelay.bench.report.table import number
+from kvrelay.bench.compare import summarise
+from kvrelay.bench.report.table import cells
 from kvrelay.evaluate.effects import (
     MAX_STOLEN_CORES,
     Effect,
@@ -21,22 +22,20 @@ from kvrelay.evaluate.effects import (
 from kvrelay.evaluate.findings import Line, Plot, Section, Table
 
 COLUMNS = {
-    "requests/s": ("requests_per_s", ".2f", 1.0),
-    "answer tokens/s": ("tokens_per_s", ".0f", 1.0),
-    "TTFT P50": ("ttft_p50_s", ".1f", 1e3),
-    "P90": ("ttft_p90_s", ".1f", 1e3),
-    "P99": ("ttft_p99_s", ".1f", 1e3),
-    "per token P50": ("tpot_p50_s", ".2f", 1e3),
-    "gap P90": ("gap_p90_s", ".1f", 1e3),
-    "gap P99": ("gap_p99_s", ".1f", 1e3),
-    "within objectives": ("goodput", ".0%", 1.0),
-    "remote": ("remote", ".0%", 1.0),
+    "requests/s": "requests_per_s:.2f",
+    "answer tokens/s": "tokens_per_s:.0f",
+    "TTFT P50": "ttft_p50_s:ms",
+    "P90": "ttft_p90_s:ms",
+    "P99": "ttft_p99_s:ms",
+    "per token P50": "tpot_p50_s:ms.2f",
+    "gap P90": "gap_p90_s:ms",
+    "gap P99": "gap_p99_s:ms",
+    "within objectives": "goodput:.0%",
+    "remote": "remote:.0%",
 }
-"""Heading to figure, format and scale: times in milliseconds."""
+"""Heading to figure, as ``results_table`` has them."""
 PERCENTILES = {
-    f"{name} {p.upper()}": (f"{of}_{p}_s", ".1f", 1e3)
-    for name, of in (("TTFT", "ttft"), ("gap", "gap"))
-    for p in ("p50", "p90", "p95", "p99")
+    f"{of} {p.upper()}": f"{of.lower()}_{p}_s:ms" for of in ("TTFT", "gap") for p in ("p50", "p90", "p95", "p99")
 }
 MAX_FOREIGN_CORES = 0.3
 
@@ -50,7 +49,7 @@ def comparison(
     told: Sequence[Effect] | None = None,
     cases: Sequence[str] = (),
     more: str = "",
-    columns: Mapping[str, tuple[str, str, float]] | None = None,
+    columns: Mapping[str, str] | None = None,
     tables: Sequence[Table] = (),
     plots: tuple[Plot, ...] = (),
     notes: Sequence[str] = (),
@@ -68,15 +67,11 @@ def comparison(
     )
 
 
-def rows_table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str, float]] = COLUMNS) -> Table:
+def rows_table(rows: Sequence[Row], columns: Mapping[str, str] = COLUMNS) -> Table:
     """One line for each point and case: medians of the rounds."""
-    lines = []
     order = points_of(rows)
-    pairs = dict.fromkeys((row["point"], row["case"]) for row in rows)
-    for point, case in sorted(pairs, key=lambda pair: order.index(pair[0])):
-        own = good(rows, case, point)
-        cells = (number(median(own, name), spec, scale) for name, spec, scale in columns.values())
-        lines.append((point, case, *cells))
+    found = sorted(summarise(rows, labels=("point", "case")), key=lambda row: order.index(row["point"]))
+    lines = ((row["point"], row["case"], *cells(row, columns)) for row in found)
     return Table(("load", "case", *columns), tuple(lines))
 
 

@@ -25,7 +25,7 @@ from kvrelay.bench.client.driver import LoadDriver, RunLimits, warm_up
 from kvrelay.bench.client.service import first_model
 from kvrelay.bench.client.stream import BodyOptions
 from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.metrics import INTERRUPTED, RunInfo, RunResult, ServeReport, figure, serve_report
+from kvrelay.bench.report.metrics import FIGURES, INTERRUPTED, RunInfo, RunResult, ServeReport, figure, serve_report
 from kvrelay.bench.serving import require_success
 from kvrelay.certify.machine import cpu_seconds, watched
 from kvrelay.certify.servers import Cluster, NotStartedError, running_cluster
@@ -47,18 +47,6 @@ NO_TIME = "no time was left"
 NUM_WARM = 4
 MAX_WATERFALLS = 100
 UNATTRIBUTED = "unattributed"
-FIGURES = {
-    "tokens_per_s": "output_tokens_per_s",
-    **{
-        f"{name}_{p}_s": f"{of}.{path}"
-        for name, of in (("ttft", "ttft_s"), ("itl", "itl_s"), ("gap", "gap_s"), ("e2e", "e2e_s"))
-        for p, path in (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p95", "p95"), ("p99", "p99"))
-    },
-    "tpot_p50_s": "tpot_s.median",
-    "goodput": "goodput.share",
-    "good_per_s": "goodput.requests_per_s",
-}
-"""Figures of a row: these of the report of a run."""
 
 
 class ServerCase(msgspec.Struct, frozen=True):
@@ -237,6 +225,7 @@ class Workbench:
         return {
             "error": too_few if len(sent) < min(MIN_REQUESTS, num) else "",
             **{name: figure(report.total, path) for name, path in FIGURES.items()},
+            "tokens_per_s": report.total.output_tokens_per_s,
             "num": report.total.successful,
             "failed": report.total.failed,
             "unanswered": num - len(sent),

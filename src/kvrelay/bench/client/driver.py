@@ -108,11 +108,8 @@ class LoadDriver:
                 await self._end([*senders, watcher, *self._in_flight])
                 lag.stop()
             wall_s = (time.perf_counter_ns() - start_ns) / 1e9
-            client = ClientLoad(
-                cpu_share=(time.process_time() - cpu_s) / wall_s,
-                max_lag_s=lag.max_s,
-                reconnects=self._pool.reconnects - reconnects,
-            )
+            cpu_share = (time.process_time() - cpu_s) / wall_s
+            client = ClientLoad(cpu_share, lag.max_s, self._pool.reconnects - reconnects)
         return RunResult(tuple(self._records), start_ns, stop_ns, client, note)
 
     async def _until_stopped(self, senders: Sequence[asyncio.Task[None]], watcher: asyncio.Task[Any]) -> str | None:

@@ -87,10 +87,8 @@ class StreamRecorder(msgspec.Struct):
     def _chunk(self, now_ns: int, chunk: Chunk) -> None:
         text, ids = "", None
         for choice in chunk.choices:
-            delta = choice.delta
-            text += choice.text or (
-                (delta.content or delta.reasoning_content or delta.reasoning or "") if delta else ""
-            )
+            delta = choice.delta or ChunkDelta()
+            text += choice.text or delta.content or delta.reasoning_content or delta.reasoning or ""
             ids = choice.token_ids if ids is None else ids + (choice.token_ids or [])
             self._finished = self._finished or choice.finish_reason is not None
         before = self._usage.completion_tokens if self._usage else None
@@ -223,12 +221,8 @@ def encode_body(request: LoadRequest, options: BodyOptions) -> bytes:
     else:
         body["prompt"] = request.prompt
     usage: dict[str, object] = {"include_usage": True}
-    body |= {
-        "max_tokens": request.output_len,
-        "temperature": options.temperature,
-        "stream": True,
-        "stream_options": usage,
-    }
+    body |= {"max_tokens": request.output_len, "temperature": options.temperature}
+    body |= {"stream": True, "stream_options": usage}
     if not options.plain:
         usage["continuous_usage_stats"] = True
         body |= {"ignore_eos": options.ignore_eos, "return_token_ids": True}

@@ -21,9 +21,9 @@ SCALE, GRACE = click.FloatRange(0.0, min_open=True), click.FloatRange(0.0)
 
 body_options = all_of(
     click.option("--model", help="Model name; default: the server's first."),
-    click.option("--api-key", envvar=None, help="Sent as a bearer token; default: none."),
-    click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True),
-    click.option("--temperature", type=float, default=0.0, show_default=True),
+    click.option("--api-key", help="Sent as a bearer token; default: none."),
+    click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions"),
+    click.option("--temperature", type=float, default=0.0),
     click.option("--stop-at-eos", is_flag=True, help="Let answers end early instead of ignoring end-of-sequence."),
     click.option("--plain", is_flag=True, help="Send only fields that OpenAI's own API knows."),
     click.option("--extra-body", metavar="JSON", default="{}", help="Fields added to every request's body."),
@@ -37,24 +37,22 @@ dataset_options = all_of(
         "dataset_args",
         metavar="KIND",
         default="random",
-        show_default=True,
         help=f"One of {', '.join(DATASETS)}; the last four as KIND=FILE.",
     ),
     click.option(
         "--input-len",
         default="256",
-        show_default=True,
         help="Prompt length in tokens: N, uniform~LOW~HIGH, normal~MEAN~DEVIATION. For prefix sets: the question.",
     ),
     click.option("--output-len", help="Answers' length in tokens.  [default: 64, or as the file says]"),
-    click.option("--groups", type=COUNT, default=8, show_default=True, help="Number of shared prefixes."),
-    click.option("--per-group", type=COUNT, default=16, show_default=True, help="Prompts per shared prefix."),
-    click.option("--system-len", default="256", show_default=True, help="Length of shared system prompts."),
+    click.option("--groups", type=COUNT, default=8, help="Number of shared prefixes."),
+    click.option("--per-group", type=COUNT, default=16, help="Prompts per shared prefix."),
+    click.option("--system-len", default="256", help="Length of shared system prompts."),
     click.option("--vocab-size", type=COUNT, help="Random token ids stay below this.  [default: 512, or tokenizer's]"),
     click.option(
         "--tokenizer", type=FILE, help="tokenizer.json or its directory, to count tokens exactly; default: none."
     ),
-    click.option("--mooncake-block", type=COUNT, default=512, show_default=True, help="Tokens made per hash id."),
+    click.option("--mooncake-block", type=COUNT, default=512, help="Tokens made per hash id."),
 )
 """Which prompts are sent."""
 

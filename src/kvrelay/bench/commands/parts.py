@@ -84,15 +84,15 @@ _FORMATS = ("auto", "sharegpt", "lmsys", "dolly", "messages", "text", "mooncake"
 
 @click.command("prefixes")
 @click.argument("files", nargs=-1, required=True, type=FILE)
-@click.option("--format", "fmt", type=click.Choice(_FORMATS), default="auto", show_default=True)
-@click.option("--min-count", type=int, default=10, show_default=True, help="Fewest uses of a shared prefix.")
+@click.option("--format", "fmt", type=click.Choice(_FORMATS), default="auto")
+@click.option("--min-count", type=int, default=10, help="Fewest uses of a shared prefix.")
 @click.option(
     "--min-length", type=int, help="Prefixes are longer than this.  [default: 120 chars, 30 tokens, 0 blocks]"
 )
-@click.option("--unit", type=click.Choice(["chars", "tokens"]), default="chars", show_default=True)
+@click.option("--unit", type=click.Choice(["chars", "tokens"]), default="chars")
 @click.option("--tokenizer", type=FILE, help="tokenizer.json or its directory, for --unit tokens; default: none.")
 @click.option("--first-turn-only", is_flag=True, help="Up to the first thing that a user says.")
-@click.option("--top", type=int, default=10, show_default=True, help="How many of the most used to show.")
+@click.option("--top", type=int, default=10, help="How many of the most used to show.")
 @click.option("--block-size", type=int, help="Units in a cache block.  [default: 128 chars, 32 tokens]")
 @click.option("--cache-blocks", default="", metavar="N,N,...", help="Sizes of LRU caches to replay through.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")

@@ -21,25 +21,23 @@ from kvrelay.cli.processes import run_async
     type=click.Choice(ORDERS),
     help="Order of prefill and decode, as the header x-kvrelay-order; default: the server's.",
 )
-@click.option("--backend", default="openai", show_default=True, help="A name for the report.")
+@click.option("--backend", default="openai", help="A name for the report.")
 @click.option("--num-prompts", type=COUNT, help="Number of requests.  [default: 100, or the whole file]")
 @click.option("--request-rate", type=float, help="Requests per second, Poisson; default and inf: all at once.")
-@click.option(
-    "--burstiness", type=SCALE, default=1.0, show_default=True, help="Shape of the gaps: below 1 is burstier."
-)
+@click.option("--burstiness", type=SCALE, default=1.0, help="Shape of the gaps: below 1 is burstier.")
 @click.option(
     "--max-concurrency",
     type=COUNT,
     help="At most so many in flight; without a rate, a closed loop of them; default: no limit.",
 )
-@click.option("--time-scale", type=SCALE, default=1.0, show_default=True, help="Replay a trace so many times as fast.")
+@click.option("--time-scale", type=SCALE, default=1.0, help="Replay a trace so many times as fast.")
 @click.option(
     "--mix", metavar="CLASSES", help="Classes side by side: chat=64/128:closed=8,long=1024/8:rate=3; default: none."
 )
 @click.option("--duration", type=float, help="Seconds after which no new request is sent; default: none.")
-@click.option("--drain", type=GRACE, default=60.0, show_default=True, help="Seconds that requests in flight then have.")
-@click.option("--warm-up", type=COUNT, default=4, show_default=True, help="Unmeasured requests of each class at first.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--drain", type=GRACE, default=60.0, help="Seconds that requests in flight then have.")
+@click.option("--warm-up", type=COUNT, default=4, help="Unmeasured requests of each class at first.")
+@click.option("--seed", type=int, default=0)
 @click.option("--slo", metavar="LIMITS", help="Goodput limits in ms: ttft=200,tpot=20,itl=50; default: none.")
 @click.option("--percentiles", is_flag=True, help="Print P90, P95 and P99 of everything.")
 @click.option("--no-retokenize", is_flag=True, help="Do not count the answers' tokens again.")
@@ -106,19 +104,17 @@ def compare_command(files: tuple[Path, ...]) -> None:
 @dataset_options
 @click.option("--rates", default="", metavar="R,R,...", help="Rates (req/s) to measure in any case.")
 @click.option("--no-knee", is_flag=True, help="Measure only --rates, do not search.")
-@click.option("--first-rate", type=float, default=1.0, show_default=True, help="Where the search begins.")
-@click.option("--max-rate", type=float, default=64.0, show_default=True, help="Where the search ends.")
-@click.option("--steps", type=int, default=3, show_default=True, help="Bisections after the doubling.")
-@click.option("--share", type=float, default=0.95, show_default=True, help="Share of requests that must meet --slo.")
-@click.option("--slo", default="ttft=500,tpot=50", show_default=True, help="Objectives, in ms.")
-@click.option("--duration", type=float, default=20.0, show_default=True, help="Seconds of sending per rate.")
-@click.option("--drain", type=GRACE, default=20.0, show_default=True, help="Seconds that requests in flight then have.")
-@click.option("--warm-up", type=COUNT, default=4, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option(
-    "--start-timeout", type=float, default=120.0, show_default=True, help="Seconds until a server is healthy."
-)
-@click.option("--output-dir", type=FILE, default=Path("bench-results/sweep"), show_default=True)
+@click.option("--first-rate", type=float, default=1.0, help="Where the search begins.")
+@click.option("--max-rate", type=float, default=64.0, help="Where the search ends.")
+@click.option("--steps", type=int, default=3, help="Bisections after the doubling.")
+@click.option("--share", type=float, default=0.95, help="Share of requests that must meet --slo.")
+@click.option("--slo", default="ttft=500,tpot=50", help="Objectives, in ms.")
+@click.option("--duration", type=float, default=20.0, help="Seconds of sending per rate.")
+@click.option("--drain", type=GRACE, default=20.0, help="Seconds that requests in flight then have.")
+@click.option("--warm-up", type=COUNT, default=4)
+@click.option("--seed", type=int, default=0)
+@click.option("--start-timeout", type=float, default=120.0, help="Seconds until a server is healthy.")
+@click.option("--output-dir", type=FILE, default=Path("bench-results/sweep"))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the Markdown table.")
 def sweep_command(**given: Any) -> None:
     """Request rate against TTFT, ITL and goodput, with the knee found by bisection.
@@ -156,15 +152,15 @@ interference_options = all_of(
     click.option("--only-given", is_flag=True, help="Leave out kvrelay's own arrangements."),
     body_options,
     click.option("--vocab-size", type=COUNT, help="Random token ids stay below this.  [default: 512]"),
-    click.option("--seed", type=int, default=0, show_default=True),
+    click.option("--seed", type=int, default=0),
     click.option("--start-timeout", type=float, default=120.0, help="Seconds until a server is healthy."),
-    click.option("--output-dir", type=FILE, default=Path("bench-results/interference"), show_default=True),
+    click.option("--output-dir", type=FILE, default=Path("bench-results/interference")),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the Markdown table."),
 )
 """Of an experiment with chats and long prompts on several arrangements; ``benchmarks.goodput`` has them, too."""
 
 
-@click.command("interference", context_settings={"show_default": True})
+@click.command("interference")
 @interference_options
 def interference_command(**given: Any) -> None:
     """Chats in a closed loop, disturbed by long prompts: aggregated against separated, with the same load.

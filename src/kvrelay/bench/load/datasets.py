@@ -9,6 +9,7 @@ their prompts are generated. For Mooncake, two prompts share exactly the blocks 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from functools import lru_cache
@@ -114,12 +115,8 @@ def readable_prefix_requests(
     for number, group in enumerate(_shuffled_groups(rng, dataset)):
         question = _grow(f"Question {number + 1}.", lambda: _fill(rng, _QUESTIONS), dataset.prompt.sample(rng), counter)
         text = f"{systems[group]}\n\n{question}"
-        yield LoadRequest(
-            text,
-            output.sample(rng),
-            prompt_len=counter.count(text),
-            messages=(ChatTurn("system", systems[group]), ChatTurn("user", question)),
-        )
+        messages = ChatTurn("system", systems[group]), ChatTurn("user", question)
+        yield LoadRequest(text, output.sample(rng), counter.count(text), messages)
 
 
 def _system_prompt(rng: np.random.Generator, group: int, length: int, counter: TokenCounter) -> str:
@@ -175,14 +172,12 @@ def sharegpt_requests(
 ) -> Iterator[LoadRequest]:
     """Each conversation's first user turn, with the answer's number of output tokens, or the number of ``output``."""
     for conversation in read_conversations(path, FileFormat.SHAREGPT):
-        turns = conversation.turns
-        first = next((at for at, turn in enumerate(turns) if turn.role == "user"), None)
-        if first is None or first + 1 >= len(turns) or not turns[first].content:
+        pairs = itertools.pairwise(conversation.turns)
+        question, answer = next(((one, after) for one, after in pairs if one.role == "user"), (None, None))
+        if question is None or answer is None or not question.content:
             continue
-        output_len = output.sample(rng) if output else max(1, counter.count(turns[first + 1].content))
-        yield LoadRequest(
-            turns[first].content, output_len, prompt_len=counter.count(turns[first].content), messages=(turns[first],)
-        )
+        output_len = output.sample(rng) if output else max(1, counter.count(answer.content))
+        yield LoadRequest(question.content, output_len, counter.count(question.content), (question,))
 
 
 def json_requests(path: Path, output: Length | None, rng: np.random.Generator) -> Iterator[LoadRequest]:

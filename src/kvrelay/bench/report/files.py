@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TypeVar
 
 import click
 import msgspec
@@ -12,6 +13,8 @@ from kvrelay.bench.report.metrics import REPORT_KIND, ServeReport
 from kvrelay.config.files import read_file
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import InvalidInputError
+
+_T = TypeVar("_T")
 
 
 def to_json(value: object) -> str:
@@ -39,6 +42,14 @@ def write_result(folder: Path, name: str, report: object, markdown: str) -> None
 def print_result(report: object, text: str, as_json: bool) -> None:
     """The report to standard output: one JSON object, or its text."""
     click.echo(to_json(report) if as_json else text)
+
+
+def read_kept(path: Path, kind: type[_T]) -> _T | None:
+    """What an earlier run has left; None if it has left nothing of this kind."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, *UNREADABLE):
+        return None
 
 
 def read_serve_report(path: Path) -> ServeReport:

@@ -94,6 +94,19 @@ class ServeReport(msgspec.Struct, frozen=True):
     errors: tuple[ErrorCount, ...]
 
 
+FIGURES = {
+    **{name: name for name in ("requests_per_s", "output_tokens_per_s", "failed")},
+    **{
+        f"{of}_{p}_s": f"{of}_s.{path}"
+        for of in ("ttft", "tpot", "itl", "gap", "e2e")
+        for p, path in (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p95", "p95"), ("p99", "p99"))
+    },
+    "goodput": "goodput.share",
+    "good_per_s": "goodput.requests_per_s",
+}
+"""The names that rows of experiments have, and the figures that they are."""
+
+
 def figure(load: LoadReport | None, path: str) -> float | None:
     """A figure by name, ``requests_per_s`` or ``ttft_s.p99``; None if the load does not have it."""
     value: Any = load
@@ -112,10 +125,8 @@ def serve_report(
     """Summarise a run; ``retokenized`` is the answers' token count by the server's own tokenizer."""
     records = result.records
     only = offered[0] if len(offered) == 1 else OfferedLoad("all")
-    classes = tuple(
-        _load_report(load, [record for record in records if record.class_name == load.name], result, slo)
-        for load in offered
-    )
+    own = {load.name: [record for record in records if record.class_name == load.name] for load in offered}
+    classes = tuple(_load_report(load, own[load.name], result, slo) for load in offered)
     total = _load_report(OfferedLoad("all", only.request_rate, only.max_concurrency), records, result, slo, retokenized)
     return ServeReport(
         kind=REPORT_KIND,
@@ -371,12 +382,8 @@ class Slo(msgspec.Struct, frozen=True):
         if record.outcome is not Outcome.OK:
             return ("failure",)
         gaps = record.gaps_s()
-        figures = {
-            "ttft": record.ttft_s,
-            "tpot": record.tpot_s,
-            "itl": float(np.percentile(gaps, 99)) if gaps.size else None,
-            "e2e": record.e2e_s,
-        }
+        itl_s = float(np.percentile(gaps, 99)) if gaps.size else None
+        figures = {"ttft": record.ttft_s, "tpot": record.tpot_s, "itl": itl_s, "e2e": record.e2e_s}
         return tuple(name for name, limit in self.limits_s.items() if (figures[name] or 0.0) > limit)
 
     def met_by(self, record: RequestRecord) -> bool:

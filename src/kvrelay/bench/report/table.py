@@ -33,17 +33,20 @@ def milliseconds(*values_s: float | None) -> list[str]:
 Row = dict[str, Any]
 
 
-def results_table(rows: Sequence[Row], columns: Mapping[str, str], *, left: int = 1, markdown: bool = False) -> str:
+def cells(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
     """``columns``: heading to figure, as "name", "name:format", or "name:ms" with a format after it or without, for
     seconds that are shown as milliseconds."""
 
-    def cell(row: Row, column: str) -> str:
+    def cell(column: str) -> str:
         name, _, spec = column.partition(":")
         value = row.get(name)
         if isinstance(value, str):
             return value
         return number(value, spec[2:] or ".1f", 1e3) if spec.startswith("ms") else number(value, spec or "g")
 
-    return table(
-        list(columns), [[cell(row, at) for at in columns.values()] for row in rows], left=left, markdown=markdown
-    )
+    return [cell(column) for column in columns.values()]
+
+
+def results_table(rows: Sequence[Row], columns: Mapping[str, str], *, left: int = 1, markdown: bool = False) -> str:
+    """A line for each row, with ``cells``."""
+    return table(list(columns), (cells(row, columns) for row in rows), left=left, markdown=markdown)

@@ -61,14 +61,12 @@ def take(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> tuple[Section, 
 
 def _checks(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> list[dict[str, Any]]:
     used = calm_rounds([row for row in rows if row["case"] in CLUSTERS and has_enough(row)])
+    disagg = DisaggConfig(slo_ttft_ms=bench.options.slo_ttft_ms, slo_itl_ms=bench.options.slo_itl_ms)
     found = []
     for number, row in enumerate(used):
         with bench.bar.part(f"{NAME}: {row['case']}, {row['point']}", SECONDS / len(used)):
-            spec = msgspec.structs.replace(
-                CLUSTERS[row["case"]],
-                disagg=DisaggConfig(slo_ttft_ms=bench.options.slo_ttft_ms, slo_itl_ms=bench.options.slo_itl_ms),
-                max_model_len=bench.load.context,
-            )
+            cluster = CLUSTERS[row["case"]]
+            spec = msgspec.structs.replace(cluster, disagg=disagg, max_model_len=bench.load.context)
             found.append(check_of(bench, basis, row, spec, number))
     return found
 
@@ -108,11 +106,8 @@ def measured_figures(sent: Sequence[Sent]) -> dict[str, float]:
 def simulated_figures(result: SimulationResult) -> dict[str, float]:
     """The same of a simulated cluster."""
     latencies = result.latencies()
-    return {
-        "requests_per_s": len(result.done) / result.end_s,
-        "ttft_mean_s": latencies["ttft_s"]["mean"],
-        "e2e_p50_s": latencies["e2e_s"]["p50"],
-    }
+    times = {"ttft_mean_s": latencies["ttft_s"]["mean"], "e2e_p50_s": latencies["e2e_s"]["p50"]}
+    return {"requests_per_s": len(result.done) / result.end_s, **times}
 
 
 def by_load(checks: Sequence[Row]) -> dict[tuple[str, str], list[dict[str, float]]]:
@@ -120,13 +115,11 @@ def by_load(checks: Sequence[Row]) -> dict[tuple[str, str], list[dict[str, float
     groups: dict[tuple[str, str], list[Row]] = {}
     for check in checks:
         groups.setdefault((check["point"], check["case"]), []).append(check)
-    return {
-        key: [
-            {name: statistics.median(one[side][name] for one in group) for name in (*FIGURES, GOODPUT)}
-            for side in SIDES
-        ]
-        for key, group in groups.items()
-    }
+
+    def medians(group: Sequence[Row], side: str) -> dict[str, float]:
+        return {name: statistics.median(one[side][name] for one in group) for name in (*FIGURES, GOODPUT)}
+
+    return {key: [medians(group, side) for side in SIDES] for key, group in groups.items()}
 
 
 def accuracy_of(checks: Sequence[Row]) -> Accuracy:
@@ -175,14 +168,8 @@ def section_of(checks: Sequence[Row], found: Accuracy, basis: Basis) -> Section:
 def sentence_of(found: Accuracy) -> str:
     if not found.throughput:
         return "Not shown: no load was answered, so nothing simulated here can be trusted."
-    spans = [
-        f"{name} by {min(errors):+.0%} to {max(errors):+.0%}"
-        for name, errors in (
-            ("throughput", found.throughput),
-            ("mean first tokens", found.ttft),
-            ("median answers", found.e2e),
-        )
-    ]
+    errors_of = {"throughput": found.throughput, "mean first tokens": found.ttft, "median answers": found.e2e}
+    spans = [f"{name} by {min(errors):+.0%} to {max(errors):+.0%}" for name, errors in errors_of.items()]
     if found.goodput:
         points = f"{100 * min(found.goodput):+.0f} to {100 * max(found.goodput):+.0f}"
         spans.append(f"requests within the objectives by {points} points")

@@ -39,14 +39,8 @@ def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
     cases = [ServerCase(case_name(length, lengths), (*flags, str(length))) for length in lengths]
     rows = bench.rows(NAME, cases, [basis.at(SHARE)])
     best, slots = advice.best, bench.options.slots
-    candidates = [
-        one
-        for length in lengths
-        for one in (
-            Candidate(0, 0, slots, 1, length),
-            Candidate(max(best.prefill, 1), best.decode or slots - 1, 0, 1, length),
-        )
-    ]
+    sizes = ((0, 0, slots), (max(best.prefill, 1), best.decode or slots - 1, 0))
+    candidates = [Candidate(*size, 1, length) for length in lengths for size in sizes]
     simulated = forecast.outcomes(bench, basis, "chunks, simulated", candidates, stress_factors(advice)[-1:])
     return [section_of(rows, simulated, lengths, advice.rate)]
 

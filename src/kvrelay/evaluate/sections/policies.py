@@ -38,15 +38,15 @@ def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
 def _points(bench: Workbench, basis: Basis) -> tuple[list[str], list[Point], list[Point]]:
     """The rates' names, and the points of 1P1D and of two replicas."""
     rates = [basis.at(share) for share in (SHORT_SHARES if bench.options.is_short else SHARES)]
-    points = [
-        Point(
-            f"{name}, {rate.name}", rate.rate, order=order, settings={"disagg_policy": policy}, shown=(name, rate.name)
-        )
-        for rate in rates
-        for name, (policy, order) in VARIANTS.items()
-    ]
+    points = [_variant(name, rate) for rate in rates for name in VARIANTS]
     together = [Point(rate.name, rate.rate, shown=(AGGREGATED, rate.name)) for rate in rates]
     return [rate.name for rate in rates], points, together
+
+
+def _variant(name: str, rate: Point) -> Point:
+    policy, order = VARIANTS[name]
+    settings = {"disagg_policy": policy}
+    return Point(f"{name}, {rate.name}", rate.rate, order=order, settings=settings, shown=(name, rate.name))
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:

@@ -29,13 +29,8 @@ NUM_REASONS = 3
 
 def cases_of(bench: Workbench) -> list[ServerCase]:
     ways = WAYS[:NUM_SHORT] if bench.options.is_short else WAYS
-    return [
-        ServerCase(
-            f"{transport} {send_type}",
-            (*SPLIT.flags, "--disagg-policy", "always", "--transport", transport, "--send-type", send_type),
-        )
-        for transport, send_type in ways
-    ]
+    common = (*SPLIT.flags, "--disagg-policy", "always")
+    return [ServerCase(f"{by} {how}", (*common, "--transport", by, "--send-type", how)) for by, how in ways]
 
 
 def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
