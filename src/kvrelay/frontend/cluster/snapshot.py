@@ -20,18 +20,9 @@ from kvrelay.core.events import STALE_AFTER_S, Flow, TokenCounts
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, quantile_s
 from kvrelay.core.tier_stats import PEER
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.frontend.cluster.figures import (
-    COARSE_S,
-    HISTORY_S,
-    MINUTE_S,
-    NUM_COARSE,
-    Second,
-    WorkerTimes,
-    added,
-    added_up,
-    total_of,
-)
+from kvrelay.frontend.cluster.figures import COARSE_S, HISTORY_S, MINUTE_S, NUM_COARSE, WorkerTimes
 from kvrelay.frontend.cluster.frontends import KnownFrontend
+from kvrelay.frontend.cluster.seconds import Second, added, added_up, total_of
 from kvrelay.frontend.cluster.view import Member
 from kvrelay.placement.base import PrefillPlace
 

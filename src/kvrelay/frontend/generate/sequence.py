@@ -108,7 +108,7 @@ class Sequence:
         self._listener = listener
         self._metrics = metrics
         self._counts = metrics.of(model.name)
-        self._counts.arrived(len(prompt.token_ids))
+        self._counts.traffic.arrived(len(prompt.token_ids))
         self._gaps = self._counts.of_worker("").itl
         """Where the times between its tokens count: of the worker that computes it."""
         self._gap_s, self._num_gaps = 0.0, 0
