@@ -37,9 +37,12 @@ from kvrelay.frontend.openai.bounds import JsonMap, Name, StopStrings, Text, Wor
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.requests import (
     MAX_TOOLS,
+    CalledFunction,
     ChatCompletionRequest,
     ChatMessage,
+    ChosenFunction,
     FieldsCheck,
+    FunctionDefinition,
     FunctionName,
     JsonSchemaFormat,
     KvHints,
@@ -48,9 +51,6 @@ from kvrelay.frontend.openai.requests import (
     ToolCall,
     ToolChoice,
     common_fields,
-    function_call,
-    function_choice,
-    function_tool,
     parse_body,
 )
 
@@ -455,7 +455,7 @@ def _call(block: ContentBlock) -> ToolCall:
     if block.id is None or block.name is None:
         raise InvalidInputError("a tool_use needs id, name and input", param="messages")
     check_free_json(block.input, "messages")
-    return function_call(block.id, block.name, msgspec.json.encode(block.input or {}).decode())
+    return ToolCall(block.id, CalledFunction(block.name, msgspec.json.encode(block.input or {}).decode()))
 
 
 def _result(block: ContentBlock) -> ChatMessage:
@@ -476,12 +476,12 @@ def _text(content: str | Sequence[TextBlock], param: str) -> str:
 def _tool(tool: AnthropicTool) -> Tool:
     if tool.type not in (None, "custom"):
         raise InvalidInputError(f"tools of type {tool.type} are not supported, only custom", param="tools")
-    return function_tool(tool.name, tool.description, tool.input_schema)
+    return Tool("function", FunctionDefinition(tool.name, tool.description, tool.input_schema))
 
 
 def _choice(choice: AnthropicToolChoice) -> str | ToolChoice:
     if choice.type == "tool" and choice.name is not None:
-        return function_choice(choice.name)
+        return ToolChoice("function", ChosenFunction(choice.name))
     if choice.type not in _CHOICES:
         raise InvalidInputError("tool_choice must be of type auto, any, none, or tool with a name", param="tool_choice")
     return _CHOICES[choice.type]

@@ -49,10 +49,14 @@ from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.logprobs import ChatPositionLogprobs, chat_logprobs
 from kvrelay.frontend.openai.requests import (
     MAX_TOOLS,
+    AllowedTool,
+    AllowedTools,
+    CalledFunction,
     ChatCompletionRequest,
     ChatMessage,
     ChosenFunction,
     FieldsCheck,
+    FunctionDefinition,
     FunctionName,
     JsonSchemaFormat,
     KvHints,
@@ -60,10 +64,7 @@ from kvrelay.frontend.openai.requests import (
     Tool,
     ToolCall,
     ToolChoice,
-    allowed_choice,
     common_fields,
-    function_call,
-    function_tool,
     parse_body,
 )
 
@@ -529,7 +530,7 @@ class _Turns:
             case "function_call":
                 if item.call_id is None or item.name is None:
                     raise InvalidInputError("a function_call needs call_id and name", param="input")
-                self._answer(tool_calls=[function_call(item.call_id, item.name, item.arguments or "")])
+                self._answer(tool_calls=[ToolCall(item.call_id, CalledFunction(item.name, item.arguments or ""))])
             case "function_call_output":
                 if item.call_id is None:
                     raise InvalidInputError("a function_call_output needs a call_id", param="input")
@@ -582,16 +583,20 @@ def _text(content: str | Sequence[ContentPart]) -> str:
 def _tool(tool: ResponseTool) -> Tool:
     if tool.type != "function":
         raise InvalidInputError(f"tools of type {tool.type} are not supported, only function", param="tools")
-    return function_tool(tool.name or "", tool.description, tool.parameters, tool.strict)
+    return Tool("function", FunctionDefinition(tool.name or "", tool.description, tool.parameters, tool.strict))
 
 
 def _choice(choice: str | ChosenTools | None) -> str | ToolChoice | None:
     if not isinstance(choice, ChosenTools):
         return choice
-    names = [tool.name for tool in choice.tools if tool.type == "function" and tool.name is not None]
-    if choice.type == "allowed_tools" and len(names) == len(choice.tools):
-        return allowed_choice(choice.mode, names)
-    return ToolChoice(choice.type, ChosenFunction(choice.name) if choice.name is not None else None)
+    tools = [AllowedTool(tool.type, _chosen(tool)) for tool in choice.tools]
+    if choice.type == "allowed_tools" and all(tool.type == "function" and tool.function for tool in tools):
+        return ToolChoice(choice.type, allowed_tools=AllowedTools(choice.mode, tools))
+    return ToolChoice(choice.type, _chosen(choice))
+
+
+def _chosen(tool: NamedTool) -> ChosenFunction | None:
+    return ChosenFunction(tool.name) if tool.name is not None else None
 
 
 def _format(form: TextFormat | None) -> ResponseFormat | None:

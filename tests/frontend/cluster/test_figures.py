@@ -89,7 +89,7 @@ def test_an_hour_is_kept_in_steps_of_fifteen_seconds() -> None:
     known = KnownFrontend("f", hour=deque(hour))
     shown = history(hour_rows([known], 7200), 7155, COARSE_S)
     # The last quarter has ended, and is not settled yet.
-    assert (shown.step_s, shown.unix_s, shown.answered) == (COARSE_S, [7170], [15])
+    assert (shown.step_s, shown.unix_s, shown.num_answered) == (COARSE_S, [7170], [15])
 
 
 def test_frontends_are_added_up_by_second() -> None:

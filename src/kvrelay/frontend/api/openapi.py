@@ -67,42 +67,38 @@ class _Get(msgspec.Struct, frozen=True):
     parameter: dict[str, object] | None = None
 
 
+def _of_path(name: str) -> dict[str, object]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _of_query(name: str, kind: str, description: str | None = None, **bounds: object) -> dict[str, object]:
+    described = {"description": description} if description else {}
+    return {"name": name, "in": "query", **described, "schema": {"type": kind, **bounds}}
+
+
 _GETS = (
     _Get("/v1/models", "The models that are served now", ("401", "503")),
-    _Get(
-        "/v1/models/{model}",
-        "One model",
-        ("401", "404", "503"),
-        parameter={"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
-    ),
+    _Get("/v1/models/{model}", "One model", ("401", "404", "503"), parameter=_of_path("model")),
     _Get(
         "/v1/kvrelay/router",
         "Settings, workers and their work; with blocks=1 the index as well",
         ("400", "401"),
-        parameter={"name": "blocks", "in": "query", "schema": {"type": "integer", "enum": [0, 1]}},
+        parameter=_of_query("blocks", "integer", enum=[0, 1]),
     ),
     _Get(
         "/debug/requests",
         "Requests of all frontends that are kept: the latest, the slowest, or those of one outcome",
         ("400", "401"),
-        parameter={"name": "order", "in": "query", "schema": {"type": "string", "enum": list(ORDERS)}},
+        parameter=_of_query("order", "string", enum=list(ORDERS)),
     ),
-    _Get(
-        "/debug/requests/{id}",
-        "Where the time of one request went",
-        ("401", "404"),
-        parameter={"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
-    ),
+    _Get("/debug/requests/{id}", "Where the time of one request went", ("401", "404"), parameter=_of_path("id")),
     _Get(
         "/debug/cluster",
         "Workers, load, flows of KV, rates of all frontends, and what is wrong now",
         ("400", "401", "403"),
-        parameter={
-            "name": "since",
-            "in": "query",
-            "description": "The history after this second since 1970",
-            "schema": {"type": "integer", "minimum": 0, "maximum": 10**12 - 1},
-        },
+        parameter=_of_query(
+            "since", "integer", "The history after this second since 1970", minimum=0, maximum=10**12 - 1
+        ),
     ),
     _Get("/health", "Whether a model can be served", ("503",)),
     _Get("/live", "200 while this process answers"),
@@ -113,7 +109,7 @@ _GETS = (
         "/tokenizer_info",
         "A model's tokenizer and chat template",
         ("401", "404"),
-        parameter={"name": "model", "in": "query", "schema": {"type": "string"}},
+        parameter=_of_query("model", "string"),
     ),
     _Get("/docs", "This document as a page", content_type="text/html"),
     _Get("/version", "The version of the server"),

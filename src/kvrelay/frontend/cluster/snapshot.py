@@ -249,21 +249,27 @@ class Totals(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     sessions_last_minute: SessionsView = SessionsView()
 
 
-class History(msgspec.Struct, frozen=True, rename=SHOWN_AS):
+def _column(name: str) -> str:
+    """A column's JSON name."""
+    others = {**SHOWN_AS, "num_output_tokens": "tokens", "num_late_first": "late_first_token"}
+    return others.get(name, name.removeprefix("num_"))
+
+
+class History(msgspec.Struct, frozen=True, rename=_column):
     """A column per figure, a row per ``step_s`` seconds, the oldest first. Counts are of the whole row. Quantiles of a
     second, and means of hand-offs, are over it and the nine before."""
 
     step_s: int
     unix_s: list[int]
-    requests: list[int]
-    answered: list[int]
-    refused: list[int]
-    failed: list[int]
-    in_time: list[int]
-    late_first_token: list[int]
-    late_gaps: list[int]
-    tokens: list[int]
-    prompt_tokens: list[int]
+    num_requests: list[int]
+    num_answered: list[int]
+    num_refused: list[int]
+    num_failed: list[int]
+    num_in_time: list[int]
+    num_late_first: list[int]
+    num_late_gaps: list[int]
+    num_output_tokens: list[int]
+    num_prompt_tokens: list[int]
     num_admitted: list[int]
     num_waiting: list[int]
     num_blocks_in_use: list[int]
@@ -272,7 +278,7 @@ class History(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     ttft_p95_ms: list[float | None]
     itl_p50_ms: list[float | None]
     itl_p95_ms: list[float | None]
-    cached_tokens: list[int]
+    num_cached_tokens: list[int]
     places: dict[str, list[int]]
     loaded_tokens: dict[str, list[int]]
     handoffs: list[int]
@@ -283,6 +289,10 @@ class History(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     workers_rss_bytes: list[int]
     frontends_cpu_s: list[float]
     frontends_rss_bytes: list[int]
+
+
+_OF_ROWS = [name for name in History.__struct_fields__ if name in Second.__struct_fields__]
+"""Columns that are fields of rows."""
 
 
 def worker_views(members: Iterable[Member], now_s: float) -> list[WorkerView]:
@@ -508,25 +518,11 @@ def history(rows: Sequence[Second], since: int, step_s: int = 1) -> History:
     means = _windowed_means(works, len(shown), num_rows)
     return History(
         step_s=step_s,
-        unix_s=[row.unix_s for row in shown],
-        requests=[row.num_requests for row in shown],
-        answered=[row.num_answered for row in shown],
-        refused=[row.num_refused for row in shown],
-        failed=[row.num_failed for row in shown],
-        in_time=[row.num_in_time for row in shown],
-        late_first_token=[row.num_late_first for row in shown],
-        late_gaps=[row.num_late_gaps for row in shown],
-        tokens=[row.num_output_tokens for row in shown],
-        prompt_tokens=[row.num_prompt_tokens for row in shown],
-        num_admitted=[row.num_admitted for row in shown],
-        num_waiting=[row.num_waiting for row in shown],
-        num_blocks_in_use=[row.num_blocks_in_use for row in shown],
-        num_blocks=[row.num_blocks for row in shown],
+        **{name: [getattr(row, name) for row in shown] for name in _OF_ROWS},
         ttft_p50_ms=[_quantile_ms(LATENCY_BUCKETS_S, counts, 0.5) for counts in ttft],
         ttft_p95_ms=[_quantile_ms(LATENCY_BUCKETS_S, counts, 0.95) for counts in ttft],
         itl_p50_ms=[_quantile_ms(TOKEN_BUCKETS_S, counts, 0.5) for counts in itl],
         itl_p95_ms=[_quantile_ms(TOKEN_BUCKETS_S, counts, 0.95) for counts in itl],
-        cached_tokens=[row.num_cached_tokens for row in shown],
         places=_columns([work.places for work in recent], [place.value for place in PLACES]),
         loaded_tokens=_columns([work.loaded for work in recent], MEDIA),
         handoffs=[work.handoffs.num for work in recent],

@@ -38,7 +38,7 @@ from kvrelay.frontend.generate.answers import (
 )
 from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
 from kvrelay.frontend.generate.prompts import Prompt, chat_prompt, completion_prompts, counted_chat, read_completion
-from kvrelay.frontend.generate.sequence import Sequence, sequences_of
+from kvrelay.frontend.generate.sequence import Asked, Sequence, sequences_of
 from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json, with_extra
 from kvrelay.frontend.openai.answer_spec import (
     DECISION_HEADER,
@@ -62,7 +62,7 @@ from kvrelay.frontend.openai.requests import (
     KvHints,
     has_short_fields,
 )
-from kvrelay.frontend.side_threads import INLINE_SIZE, Pieces, SideThreads
+from kvrelay.frontend.side_threads import INLINE_SIZE, SideThreads
 from kvrelay.frontend.tools.chat_form import ChatForm, OutputParsers, chat_form
 from kvrelay.frontend.tools.dialects import known_markers
 from kvrelay.http import Exchange, HttpRequest, Response
@@ -118,14 +118,9 @@ class Pipeline:
         spec.check(model.vocab_size)
         client = exchange.request.client
         with self._admission.admitted(spec.n * len(items), client, self._keys.limits_of(client)):
-            prompts = await self._prepared(
-                exchange,
-                size,
-                completion_prompts(
-                    items, model, spec.add_special_tokens, with_texts=spec.echo, keep_last=spec.keep_last
-                ),
-                is_light=not spec.echo and all(isinstance(item, list) for item in items),
-            )
+            work = completion_prompts(items, model, spec.add_special_tokens, spec.echo, spec.keep_last)
+            is_light = not spec.echo and all(isinstance(item, list) for item in items)
+            prompts = await self._threads.run(size, work, partial(require_client, exchange), is_light=is_light)
             echoes = None
             if spec.echo:
                 echoes = [prompt.text or "" for prompt in prompts for _ in range(spec.n)]
@@ -148,7 +143,7 @@ class Pipeline:
             client = exchange.request.client
             with self._admission.admitted(spec.n, client, self._keys.limits_of(client)):
                 work = chat_prompt(request, model, form.functions, spec.keep_last)
-                prompts = await self._prepared(exchange, size, work)
+                prompts = await self._threads.run(size, work, partial(require_client, exchange))
                 context = AnswerContext(
                     request_id,
                     int(time.time()),
@@ -193,12 +188,6 @@ class Pipeline:
         markers = known_markers(tokenizer.markers, model.vocab_size)
         return chat_form(request, self._reading.dialect(tokenizer.chat_template), markers)
 
-    async def _prepared(
-        self, exchange: Exchange, size: int, work: Pieces[list[Prompt]], is_light: bool = False
-    ) -> list[Prompt]:
-        """The prompts of a request whose body has ``size`` bytes, unless its client goes away meanwhile."""
-        return await self._threads.run(size, work, partial(require_client, exchange), is_light=is_light)
-
     def _with_own_blocks(self, spec: AnswerSpec, client: str, adapter: str) -> AnswerSpec:
         """With everything on which the names of its KV blocks depend, beside its tokens."""
         salt = cache_salt_of(client, spec.sampling.cache_salt, is_shared=self._config.share_prefix_cache)
@@ -233,9 +222,8 @@ class Pipeline:
         answer: StreamedAnswer | CollectedAnswer
         shown = partial(self._waterfall, exchange, trace)
         answer = StreamedAnswer(spec, form, exchange, headers, shown) if spec.stream else CollectedAnswer(spec)
-        sequences = sequences_of(
-            request_id, prompts, spec, model, answer, self._metrics, self._config.migration_limit, order, trace
-        )
+        limit = self._config.migration_limit
+        sequences = sequences_of(Asked(request_id, spec, model, answer, self._metrics, limit, order, trace), prompts)
         if trace is not None:
             trace.answering(lambda: sum(len(sequence.output_token_ids) for sequence in answer.sequences))
         tokens_per_minute = limits.tokens_per_minute or 0
