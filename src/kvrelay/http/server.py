@@ -40,7 +40,7 @@ class HttpConnection(asyncio.Protocol):
         self._owner = owner
         self._now = now
         self._limits = owner.limits
-        self._reader = RequestReader(owner.limits, self)
+        self._reader = RequestReader(owner.limits, owner.application, self)
         self.transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._waiting: deque[tuple[HttpRequest, bool]] = deque()
@@ -220,12 +220,6 @@ class HttpConnection(asyncio.Protocol):
             self._await_client()
 
     # -- RequestListener ----------------------------------------------------------------------------------------------
-
-    def check_head(self, request: HttpRequest) -> Response | None:
-        return self._owner.application.check_head(request)
-
-    def error_response(self, status: int, message: str, path: str) -> Response:
-        return self._owner.application.error_response(status, message, path)
 
     def on_begin(self) -> None:
         if not self._is_busy:
@@ -424,10 +418,6 @@ class HttpServer:
 
     def __repr__(self) -> str:
         return f"HttpServer(port={self.port}, connections={len(self.connections)}, buffered={self.buffered!r})"
-
-    @property
-    def num_connections(self) -> int:
-        return len(self.connections)
 
     @property
     def num_busy(self) -> int:

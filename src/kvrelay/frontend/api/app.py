@@ -19,7 +19,6 @@ import msgspec
 from kvrelay.config import FrontendConfig, KeyLimits
 from kvrelay.config.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.handoff import OrderPolicy
 from kvrelay.core.status import outcome_of
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import InvalidInputError, KvrelayError
@@ -170,7 +169,7 @@ class FrontendApp:
         self._access_log = AccessLog(config.access_log, config.access_log_file)
         self._origins = AllowedOrigins(config.allowed_origins)
         self._max_body_bytes = config.max_body_bytes
-        self._fields = fields = RequestFields(config.on_unknown_field)
+        self._check_fields = RequestFields(config.on_unknown_field).check
         pipeline = Pipeline(
             config,
             cluster,
@@ -179,12 +178,10 @@ class FrontendApp:
             self._admission,
             self._threads,
             self._access_log,
-            fields.check,
+            self._check_fields,
             shown.kept,
         )
-        routing = RoutingEndpoints(
-            cluster, self._threads, fields, OrderPolicy(config.order), metrics, is_shared=config.share_prefix_cache
-        )
+        routing = RoutingEndpoints(config, cluster, metrics, self._threads, self._check_fields)
         shown_cluster = ShownCluster(cluster, frontends, metrics.objectives)
         self._routes = self._build_routes(pipeline, routing, shown_cluster)
         self._named_routes = {
@@ -390,7 +387,7 @@ class FrontendApp:
     async def _parsed(self, exchange: Exchange, kind: type[Body]) -> tuple[Body, int]:
         """The body and its size in bytes. Raises InvalidInputError."""
         size = len(exchange.request.body)
-        request = await self._threads.parse(size, parse_body, exchange.request.body, kind, self._fields.check)
+        request = await self._threads.parse(size, parse_body, exchange.request.body, kind, self._check_fields)
         exchange.drop_body()
         return request, size
 

@@ -209,21 +209,19 @@ class FrontendMetrics(Collector):
             self.of(name)
         models = dict(self._models)
         requests = dict.fromkeys(product(GENERATING, COMMON_STATUSES, models), 0) | self.requests
-        yield _counter("kvrelay_requests", "HTTP requests answered.", ("endpoint", "status", "model"), requests)
+        yield _family("kvrelay_requests", "HTTP requests answered.", ("endpoint", "status", "model"), requests)
         outcomes = dict.fromkeys(product(models, Outcome), 0) | self._outcomes()
-        yield _counter(
-            "kvrelay_request_outcomes", "Requests that generate, by outcome.", ("model", "outcome"), outcomes
-        )
+        yield _family("kvrelay_request_outcomes", "Requests that generate, by outcome.", ("model", "outcome"), outcomes)
         disconnects = Counter({(name,): 0 for name in ("", *models)})
         for (_, status, name), count in self.requests.items():
             disconnects[name,] += count * (status == "disconnected")
-        yield _counter("kvrelay_disconnects", "Clients that left early.", ("model",), disconnects)
+        yield _family("kvrelay_disconnects", "Clients that left early.", ("model",), disconnects)
         refusals = dict.fromkeys(product(models, (*_REFUSALS, UNKNOWN)), 0) | self.refusals
-        yield _counter("kvrelay_refusals", "Requests that a worker refused.", ("model", "reason"), refusals)
+        yield _family("kvrelay_refusals", "Requests that a worker refused.", ("model", "reason"), refusals)
         rejections = {(reason,): count for reason, count in self.rejections_of().items()}
-        yield _counter("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
+        yield _family("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
         places = dict.fromkeys(product(models, _PLACES), 0) | dict(self.places_of())
-        yield _counter(
+        yield _family(
             "kvrelay_pair_placements",
             "Orders auto and prefill-first: pairs, and why there was none.",
             ("model", "place"),
@@ -231,10 +229,9 @@ class FrontendMetrics(Collector):
         )
         fallbacks = dict.fromkeys(models, 0) | dict(self.fallbacks_of())
         yield _by_model("kvrelay_routing_fallbacks", "Requests placed without any worker's costs.", fallbacks)
-        workers = GaugeMetricFamily("kvrelay_workers", "Connected workers that take requests.", labels=("model",))
-        for model, count in self.workers_of().items():
-            workers.add_metric((model,), count)
-        yield workers
+        yield _by_model(
+            "kvrelay_workers", "Connected workers that take requests.", self.workers_of(), GaugeMetricFamily
+        )
         yield from _load_gauges(self.loads_of())
         yield from _planner_metrics(self.planners_of())
         yield GaugeMetricFamily(
@@ -242,14 +239,14 @@ class FrontendMetrics(Collector):
         )
         if self.exporter is not None:
             sent = {("sent",): self.exporter.num_sent, ("dropped",): self.exporter.num_dropped}
-            yield _counter("kvrelay_otlp_traces", "Traces of requests, by what became of them.", ("outcome",), sent)
+            yield _family("kvrelay_otlp_traces", "Traces of requests, by what became of them.", ("outcome",), sent)
         missed = {
             (name, objective): count
             for name, model in models.items()
             for objective, count in (("first_token", model.num_late_first), ("between_tokens", model.num_late_gaps))
         }
         text = "Whole answers beyond an objective."
-        yield _counter("kvrelay_missed_objectives", text, ("model", "objective"), missed)
+        yield _family("kvrelay_missed_objectives", text, ("model", "objective"), missed)
         for metric, text, number in _COUNTS:
             yield _by_model(metric, text, {name: number(model) for name, model in models.items()})
         for metric, text, histogram in _HISTOGRAMS:
@@ -260,6 +257,7 @@ class FrontendMetrics(Collector):
             yield family
 
 
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _REFUSALS = tuple(kind.value for kind in RefusalKind)
 _PLACES = tuple(place.value for place in PrefillPlace)
 _COUNTS: tuple[tuple[str, str, Callable[[ModelMetrics], int]], ...] = (
@@ -291,10 +289,8 @@ def _load_gauges(loads: Sequence[tuple[str, LoadMetrics]]) -> Iterator[Metric]:
     for name, text, value in shown:
         deprecated = f"Deprecated, gone in the next release: use kvrelay_load_{name}."
         for full_name, shown_text in ((f"kvrelay_load_{name}", text), (f"kvrelay_worker_{name}", deprecated)):
-            family = GaugeMetricFamily(full_name, shown_text, labels=("model", "worker"))
-            for model, load in loads:
-                family.add_metric((model, load.worker_id), value(load))
-            yield family
+            values = {(model, load.worker_id): value(load) for model, load in loads}
+            yield _family(full_name, shown_text, ("model", "worker"), values, GaugeMetricFamily)
 
 
 def _planner_metrics(reports: Sequence[PlannerReport]) -> Iterator[Metric]:
@@ -302,10 +298,9 @@ def _planner_metrics(reports: Sequence[PlannerReport]) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvrelay_planners", "Planners in discovery; one decides.", value=len(reports))
     leader = reports[0] if reports else None
     action = leader.actions[0] if leader is not None and leader.actions else None
-    wanted = GaugeMetricFamily("kvrelay_planner_wants", "1: the action that the planner wants now.", labels=["action"])
-    for kind in (Widen, Narrow, Start, Stop, Hold):
-        wanted.add_metric([kind.__name__.lower()], float(isinstance(action, kind)))
-    yield wanted
+    wanted = {(kind.__name__.lower(),): isinstance(action, kind) for kind in (Widen, Narrow, Start, Stop, Hold)}
+    text = "1: the action that the planner wants now."
+    yield _family("kvrelay_planner_wants", text, ("action",), wanted, GaugeMetricFamily)
     lateness = action.numbers.lateness if action is not None else 0.0
     yield GaugeMetricFamily(
         "kvrelay_planner_lateness_ratio", "Expected seconds beyond the objectives, per second.", value=lateness
@@ -314,13 +309,15 @@ def _planner_metrics(reports: Sequence[PlannerReport]) -> Iterator[Metric]:
     yield CounterMetricFamily("kvrelay_planner_changes", "Actions that the planner has carried out.", value=changes)
 
 
-def _by_model(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    return _counter(name, text, ("model",), {(model,): count for model, count in counts.items()})
+def _by_model(name: str, text: str, counts: Mapping[str, int], kind: _Kind = CounterMetricFamily) -> Metric:
+    return _family(name, text, ("model",), {(model,): count for model, count in counts.items()}, kind)
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, int]) -> CounterMetricFamily:
-    """A key of ``counts`` is a tuple with a value for each of the labels."""
-    family = CounterMetricFamily(name, text, labels=labels)
-    for values, count in counts.items():
-        family.add_metric(values, count)
+def _family(
+    name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float], kind: _Kind = CounterMetricFamily
+) -> Metric:
+    """A key of ``values`` is a tuple with a value for each of the labels."""
+    family = kind(name, text, labels=labels)
+    for of_labels, value in values.items():
+        family.add_metric(of_labels, value)
     return family

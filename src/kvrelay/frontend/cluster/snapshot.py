@@ -22,7 +22,7 @@ from kvrelay.core.tier_stats import PEER
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.frontend.cluster.figures import COARSE_S, HISTORY_S, MINUTE_S, NUM_COARSE, WorkerTimes
 from kvrelay.frontend.cluster.frontends import KnownFrontend
-from kvrelay.frontend.cluster.seconds import Second, added, added_up, total_of
+from kvrelay.frontend.cluster.seconds import GAUGES, Second, added, added_up, total_of
 from kvrelay.frontend.cluster.view import Member
 from kvrelay.placement.base import PrefillPlace
 
@@ -65,7 +65,7 @@ SHOWN_AS = {
     "num_blocks": "kv_total",
 }
 """JSON names of what load samples tell, of a worker and of all."""
-_SHOWN = (*SHOWN_AS, "kv_demand", "prefix_hit_rate")
+_OF_LOAD = (*SHOWN_AS, "kv_demand", "prefix_hit_rate")
 
 
 class WorkerView(msgspec.Struct, frozen=True, rename=SHOWN_AS):
@@ -111,6 +111,11 @@ class WorkerView(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     tokens_per_step: float = 1.0
     problem: str = ""
     refused_adapters: dict[str, str] = {}
+
+
+_OF_ENTRY = tuple(
+    name for name in WorkerView.__struct_fields__ if name in WorkerInfo.__struct_fields__ and name not in _OF_LOAD
+)
 
 
 class FlowView(msgspec.Struct, frozen=True):
@@ -310,28 +315,14 @@ def _worker_view(member: Member, now_s: float) -> WorkerView:
         state = WorkerCondition.UNREACHED
     else:
         state = WorkerCondition.SILENT if (age_s or 0.0) > STALE_AFTER_S else WorkerCondition.READY
-    view = WorkerView(
-        info.worker_id,
-        info.role,
-        info.model,
-        state,
-        info.host,
-        info.engine,
-        info.release,
-        info.lease_ttl_s,
-        dp_group=info.dp_group,
-        dp_rank=info.dp_rank,
-        after_crash=info.after_crash,
-        adapters=info.adapters,
-        problem=member.problem,
-        refused_adapters=info.refused_adapters,
-    )
+    entry = {name: getattr(info, name) for name in _OF_ENTRY}
+    view = WorkerView(id=info.worker_id, state=state, problem=member.problem, **entry)
     if report is None or report.load is None or age_s is None:
         return view
     load, cost, tokens = report.load, report.load.step_cost, report.load.tokens or TokenCounts()
     return msgspec.structs.replace(
         view,
-        **{name: getattr(load, name) for name in _SHOWN},
+        **{name: getattr(load, name) for name in _OF_LOAD},
         age_s=age_s,
         waiting_for_s=0.0 if report.waiting_since_s is None else now_s - report.waiting_since_s,
         prefill_s_queued=None if cost is None else cost.prefill_seconds(load.num_prefill_tokens),
@@ -472,12 +463,9 @@ def totals(
         slo_ttft_ms=objectives.slo_ttft_ms,
         slo_itl_ms=objectives.slo_itl_ms,
         in_flight=sum(frontend.in_flight for frontend in frontends),
-        num_admitted=sum(worker.num_admitted or 0 for worker in workers),
-        num_waiting=sum(worker.num_waiting or 0 for worker in workers),
+        **{name: sum(getattr(worker, name) or 0 for worker in workers) for name in GAUGES},
         prefill_queue=prefill_queue,
         prefill_queue_for_s=prefill_queue_for_s,
-        num_blocks_in_use=sum(worker.num_blocks_in_use or 0 for worker in workers),
-        num_blocks=sum(worker.num_blocks or 0 for worker in workers),
         num_flows=len(flows),
         flow_bytes=sum(flow.num_bytes for _, flow in flows),
         ttft_ms=_quantiles(LATENCY_BUCKETS_S, minute.ttft),

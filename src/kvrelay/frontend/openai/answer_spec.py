@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -265,6 +265,15 @@ def check_timeout(timeout_s: float | None) -> float | None:
     return timeout_s
 
 
+_CONVERTED = {"max_tokens", "logit_bias", "stop_token_ids", "ignore_eos", "prompt_logprobs"}
+_SAMPLED = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationFields.__struct_fields__ and name not in _CONVERTED
+)
+"""Fields of a request that are its sampling's, as they are."""
+
+
 def _sampling(
     request: GenerationFields,
     defaults: DefaultSampling,
@@ -272,24 +281,16 @@ def _sampling(
     prompt_logprobs: int | None,
     constraint: Constraint | None,
 ) -> SamplingParams:
+    given: dict[str, Any] = {name: value for name in _SAMPLED if (value := getattr(request, name)) is not None}
     sampling = SamplingParams(
+        **{**defaults.given, **given},
         max_tokens=2**31 - 1,
-        min_tokens=_or(request.min_tokens, 0),
-        temperature=_or(request.temperature, _or(defaults.temperature, 1.0)),
-        top_k=_or(request.top_k, _or(defaults.top_k, 0)),
-        top_p=_or(request.top_p, _or(defaults.top_p, 1.0)),
-        min_p=_or(request.min_p, _or(defaults.min_p, 0.0)),
-        repetition_penalty=_or(request.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
-        presence_penalty=_or(request.presence_penalty, 0.0),
-        frequency_penalty=_or(request.frequency_penalty, 0.0),
         logit_bias=request.logit_bias or None,
-        seed=request.seed,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=constraint.grammar if constraint is not None else None,
-        cache_salt=request.cache_salt,
     )
     sampling.validate()
     return sampling
