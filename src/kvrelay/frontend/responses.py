@@ -16,7 +16,6 @@ Every event has the next sequence number. A stream that breaks ends with ``faile
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -34,7 +33,7 @@ from kvrelay.frontend.generate.answer_blocks import (
     BlockStep,
     named_event,
 )
-from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
+from kvrelay.frontend.generate.chat_api import ChatApi
 from kvrelay.frontend.openai.answer import (
     AnswerContext,
     AnsweredPrompt,
@@ -55,7 +54,6 @@ from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
     ChatMessage,
     ChosenFunction,
-    FieldsCheck,
     FunctionDefinition,
     FunctionName,
     JsonSchemaFormat,
@@ -65,7 +63,6 @@ from kvrelay.frontend.openai.requests import (
     ToolCall,
     ToolChoice,
     common_fields,
-    parse_body,
 )
 
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
@@ -451,19 +448,12 @@ _INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 """Reasoning is returned in plain text, so that nothing needs to be encrypted."""
 
 
-def _read(kind: type[InputTokensRequest], body: bytes, check_fields: FieldsCheck) -> ChatTask:
-    request = parse_body(body, kind, check_fields)
-    return ChatTask(chat_of(request), partial(ResponsesFormat, request))
-
-
 _PARAMS = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "logprobs": "top_logprobs",
 }
-RESPONSES = ChatApi(partial(_read, ResponsesRequest), _PARAMS)
-INPUT_TOKENS = ChatApi(partial(_read, InputTokensRequest), _PARAMS, counted={"object": "response.input_tokens"})
 
 
 def chat_of(request: InputTokensRequest) -> ChatCompletionRequest:
@@ -605,3 +595,9 @@ def _format(form: TextFormat | None) -> ResponseFormat | None:
     if form.type != "json_schema":
         return ResponseFormat(form.type)
     return ResponseFormat(form.type, JsonSchemaFormat(form.name or "", form.schema, form.description, form.strict))
+
+
+RESPONSES = ChatApi(ResponsesRequest, chat_of, ResponsesFormat, _PARAMS)
+INPUT_TOKENS = ChatApi(
+    InputTokensRequest, chat_of, ResponsesFormat, _PARAMS, counted={"object": "response.input_tokens"}
+)

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
+import msgspec
+
 from kvrelay.core.tasks import TaskSet
 from kvrelay.http.exchange import Exchange, HttpApplication, HttpRequest, Response, encode_response
 from kvrelay.http.limits import ByteBudget, HttpLimits
@@ -332,8 +334,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _unavailable(self, message: str) -> Response:
         response = self._reader.error_response(503, message)
-        headers = (*response.headers, (b"retry-after", b"1"))
-        return Response(response.status, response.body, response.content_type, headers)
+        return msgspec.structs.replace(response, headers=(*response.headers, (b"retry-after", b"1")))
 
     def _send_refusal(self, response: Response) -> None:
         """Answer at once and read no further request.

@@ -460,8 +460,7 @@ def _respond(exchange: Exchange, body: msgspec.Struct) -> None:
 
 
 def _with_request_id(response: Response, request_id: str) -> Response:
-    headers = (*response.headers, (b"x-request-id", request_id.encode()))
-    return Response(response.status, response.body, response.content_type, headers)
+    return msgspec.structs.replace(response, headers=(*response.headers, (b"x-request-id", request_id.encode())))
 
 
 def _cut_short(exchange: Exchange, failure: Failure, request_id: str) -> None:

@@ -10,7 +10,6 @@ its sequence to the client's socket without a task or a queue in between. The co
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -40,18 +39,7 @@ from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
 from kvrelay.frontend.generate.prompts import Prompt, chat_prompt, completion_prompts, counted_chat, read_completion
 from kvrelay.frontend.generate.sequence import Asked, Sequence, sequences_of
 from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json, with_extra
-from kvrelay.frontend.openai.answer_spec import (
-    DECISION_HEADER,
-    MAX_OBJECTIVE_MS,
-    MIN_OBJECTIVE_MS,
-    SLO_ITL_HEADER,
-    SLO_TTFT_HEADER,
-    TIMEOUT_HEADER,
-    AnswerSpec,
-    chat_spec,
-    check_timeout,
-    completion_spec,
-)
+from kvrelay.frontend.openai.answer_spec import TIMEOUT_HEADER, AnswerSpec, chat_spec, check_timeout, completion_spec
 from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, failure_of
 from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
@@ -65,7 +53,7 @@ from kvrelay.frontend.openai.requests import (
 from kvrelay.frontend.side_threads import INLINE_SIZE, SideThreads
 from kvrelay.frontend.tools.chat_form import ChatForm, OutputParsers, chat_form
 from kvrelay.frontend.tools.dialects import known_markers
-from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.http import Exchange, Response
 from kvrelay.marks.kept import Kept
 from kvrelay.marks.trace import Trace
 from kvrelay.marks.waterfall import waterfall
@@ -212,8 +200,7 @@ class Pipeline:
             trace.tokenised(model.name, sum(lengths))
         client = exchange.request.client
         limits = self._keys.limits_of(client)
-        spec = spec.within(limits, lengths)
-        spec = _with_objectives(spec, exchange.request)
+        spec = spec.within(limits, lengths).asked_by(client, exchange.request.headers)
         spec = self._with_own_blocks(spec, client, model.adapter_of(exchange.request.model))
         spec.check_prompts(lengths)
         timeout_s = self._timeout_s(exchange, spec)
@@ -300,31 +287,6 @@ def _tell_pause(sequences: Items[Sequence], called: list[str], hints: KvHints | 
         return
     told = hints.tool or "" if hints is not None else ""
     sequences[0].pause("+".join(sorted(set(called)))[:MAX_KIND_CHARS] if called else told, hints)
-
-
-def _with_objectives(spec: AnswerSpec, request: HttpRequest) -> AnswerSpec:
-    """The spec with the key's name and the objectives in the headers. Raises InvalidInputError."""
-    ttft_ms, itl_ms = _milliseconds(request, SLO_TTFT_HEADER), _milliseconds(request, SLO_ITL_HEADER)
-    explain = request.headers.get(DECISION_HEADER, "") not in ("", "0")
-    if not (request.client or ttft_ms or itl_ms or explain):
-        return spec
-    return replace(spec, tenant=request.client, slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, explain=explain)
-
-
-def _milliseconds(request: HttpRequest, header: str) -> float:
-    """0 if there is no such header."""
-    text = request.headers.get(header)
-    if text is None:
-        return 0.0
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not MIN_OBJECTIVE_MS <= value <= MAX_OBJECTIVE_MS:
-        raise InvalidInputError(
-            f"{header} must be milliseconds, {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:g}", param=header
-        )
-    return value
 
 
 def _texts(request: GenerationFields, model: Model) -> TokenTexts:

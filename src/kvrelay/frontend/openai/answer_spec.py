@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -117,6 +117,14 @@ class AnswerSpec(msgspec.Struct, frozen=True):
             )
         return msgspec.structs.replace(self.sampling, max_tokens=wanted)
 
+    def asked_by(self, tenant: str, headers: Mapping[str, str]) -> AnswerSpec:
+        """The spec with the key's name, and what the request's headers ask for. Raises InvalidInputError."""
+        ttft_ms, itl_ms = _milliseconds(headers, SLO_TTFT_HEADER), _milliseconds(headers, SLO_ITL_HEADER)
+        explain = headers.get(DECISION_HEADER, "") not in ("", "0")
+        if not (tenant or ttft_ms or itl_ms or explain):
+            return self
+        return msgspec.structs.replace(self, tenant=tenant, slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, explain=explain)
+
     def within(self, limits: KeyLimits, prompt_lengths: Sequence[int]) -> AnswerSpec:
         """The spec for prompts of these lengths in tokens, if the key's limits allow it. Raises
         PayloadTooLargeError, and InvalidInputError for a priority that the key may not ask for.
@@ -151,6 +159,22 @@ class AnswerSpec(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             self, max_tokens=share if self.max_tokens is None else min(self.max_tokens, share)
         )
+
+
+def _milliseconds(headers: Mapping[str, str], name: str) -> float:
+    """0 if there is no such header. Raises InvalidInputError."""
+    text = headers.get(name)
+    if text is None:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not MIN_OBJECTIVE_MS <= value <= MAX_OBJECTIVE_MS:
+        raise InvalidInputError(
+            f"{name} must be milliseconds, {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:g}", param=name
+        )
+    return value
 
 
 def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
