@@ -43,7 +43,7 @@ from kvrelay.frontend.generate.answers import ClientGoneError, require_client
 from kvrelay.frontend.generate.chat_api import CHAT_COMPLETIONS
 from kvrelay.frontend.generate.pipeline import BrokenStreamError, Pipeline
 from kvrelay.frontend.generate.prompts import detokenized, tokenized
-from kvrelay.frontend.openai.errors import ErrorShape, Failure, error_body, error_response, openai_error
+from kvrelay.frontend.openai.errors import ErrorShape, Failure, error_response, openai_error
 from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest, parse_body
 from kvrelay.frontend.responses import INPUT_TOKENS, INPUT_TOKENS_PATH, RESPONSES
 from kvrelay.frontend.side_threads import SideThreads
@@ -425,7 +425,7 @@ class FrontendApp:
             told = {"status": "ok", "pid": os.getpid(), "workers": num_workers}
             exchange.respond(Response(200, msgspec.json.encode(told)))
         else:
-            body = error_body(503, "no worker serves a model")
+            body = openai_error(Failure(503, "no worker serves a model"))
             exchange.respond(Response(503, body, headers=[(b"retry-after", b"1")]))
 
     async def _load(self, exchange: Exchange, request_id: str) -> None:
