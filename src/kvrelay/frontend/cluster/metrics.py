@@ -245,8 +245,7 @@ class FrontendMetrics(Collector):
             for name, model in models.items()
             for objective, count in (("first_token", model.num_late_first), ("between_tokens", model.num_late_gaps))
         }
-        text = "Whole answers beyond an objective."
-        yield _family("kvrelay_missed_objectives", text, ("model", "objective"), missed)
+        yield _family("kvrelay_missed_objectives", "Whole answers beyond an objective.", ("model", "objective"), missed)
         for metric, text, number in _COUNTS:
             yield _by_model(metric, text, {name: number(model) for name, model in models.items()})
         for metric, text, histogram in _HISTOGRAMS:

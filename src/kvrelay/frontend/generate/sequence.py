@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvrelay.core.handoff import OrderPolicy, PrefixHolder
+from kvrelay.core.histogram import Histogram
 from kvrelay.core.messages import GenerateRequest, RequestRefused, SessionPaused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
@@ -108,8 +109,8 @@ class Sequence:
         self._listener, self._metrics = asked.listener, metrics
         self._counts = metrics.of(model.name)
         self._counts.traffic.arrived(len(prompt.token_ids))
-        self._gaps = self._counts.of_worker("").itl
-        """Where the times between its tokens count: of the worker that computes it."""
+        self._gaps: Histogram
+        """Where the times between its tokens count: of the worker that computes it, once it has told a token."""
         self._gap_s, self._num_gaps = 0.0, 0
         """Of the latest tokens that came at another time than those before, how many, and the time of each."""
         self._migration_limit, self._order, self._trace = asked.migration_limit, asked.order, asked.trace
