@@ -134,7 +134,7 @@ async def test_a_chat_passes_a_burst_of_long_prompts(model_dir: Path, monkeypatc
         model = cluster.frontend.cluster.model(None)
         await cluster.until(lambda: model.max_model_len == 8192)
         clients = [await RawClient.connect(cluster.frontend.port) for _ in range(num_long + 1)]
-        await cluster.until(lambda: cluster.frontend.server.num_connections == num_long + 1)
+        await cluster.until(lambda: len(cluster.frontend.server.connections) == num_long + 1)
         for client, length in zip(clients, [6000] * num_long + [30]):
             body = json.dumps({"prompt": [5] * length, "max_tokens": 1}).encode()
             client.writer.write(request_bytes("POST", "/v1/completions", body))

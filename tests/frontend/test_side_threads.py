@@ -201,7 +201,7 @@ async def test_a_client_that_leaves_ends_its_work(model_dir: Path, monkeypatch: 
         )
         await cluster.until(started.is_set)
         await client.close()
-        await cluster.until(lambda: cluster.frontend.server.num_connections == 0)
+        await cluster.until(lambda: len(cluster.frontend.server.connections) == 0)
         gate.set()
         await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
     assert calls == [256]

@@ -204,7 +204,7 @@ async def test_slow_senders_and_idle_clients_are_ended() -> None:
         clients[2].writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nab")
         clients[3].writer.write(request_bytes("GET", "/a"))
         await clients[3].read_answer()
-        await eventually(lambda: server.num_connections == 4)
+        await eventually(lambda: len(server.connections) == 4)
         await asyncio.sleep(0.02)
 
         def sweep(after_s: float) -> None:
@@ -236,6 +236,6 @@ async def test_close_lets_open_exchanges_end() -> None:
     app.release.set()
     assert (await busy.read_answer()).body == b"late"
     await closing
-    assert server.num_connections == 0
+    assert len(server.connections) == 0
     await busy.close()
     await idle.close()

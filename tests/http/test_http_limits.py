@@ -47,7 +47,7 @@ def test_an_aborted_upload_is_freed_without_a_collection(new_loop: Callable[[], 
             await until(lambda: server.buffered.total > 200_000)
             connection = weakref.ref(next(iter(server.connections)))
             client.writer.transport.abort()
-            await until(lambda: not server.num_connections)
+            await until(lambda: not server.connections)
             await until(lambda: connection() is None)
             assert server.buffered.total == 0
 
@@ -272,7 +272,7 @@ def test_a_half_closed_client_is_answered(new_loop: Callable[[], asyncio.Abstrac
             assert [(await client.read_answer()).body for _ in range(2)] == [b"late", b"next"]
             assert await client.reader.read() == b""
             await client.close()
-            await until(lambda: not server.num_connections)
+            await until(lambda: not server.connections)
 
     run(new_loop, body())
 
@@ -288,7 +288,7 @@ def test_a_client_that_has_gone_is_told_from_a_half_closed_one(
             await until(lambda: bool(app.seen))
             await client.close()
             await until(lambda: app.gone == ["/slow"])
-            await until(lambda: not server.num_connections)
+            await until(lambda: not server.connections)
 
     run(new_loop, body())
 
@@ -296,14 +296,14 @@ def test_a_client_that_has_gone_is_told_from_a_half_closed_one(
 async def test_too_many_connections_are_told_so() -> None:
     async with serving(HttpLimits(max_connections=2)) as (_, server):
         clients = [await RawClient.connect(server.port) for _ in range(2)]
-        await until(lambda: server.num_connections == 2)
+        await until(lambda: len(server.connections) == 2)
         late = await RawClient.connect(server.port)
         late.writer.write(request_bytes("GET", "/a"))
         answer = await late.read_answer()
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         await late.close()
         await clients.pop().close()
-        await until(lambda: server.num_connections == 1)
+        await until(lambda: len(server.connections) == 1)
         assert (await send(server.port, "GET", "/a")).status == 200
         await clients.pop().close()
 

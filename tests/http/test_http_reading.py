@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.http import HttpLimits, HttpRequest, Response
+from kvrelay.http import Exchange, HttpLimits, HttpRequest, Response
 from kvrelay.http.exchange import encode_response, parse_target
 from kvrelay.http.reading import RequestReader
 
 
 class Listener:
-    """Keeps what was read."""
+    """Keeps what was read, and is the application that checks heads."""
 
     def __init__(self, max_body_bytes: int | None = None) -> None:
         self.requests: list[tuple[HttpRequest, bool]] = []
@@ -24,6 +24,9 @@ class Listener:
 
     def error_response(self, status: int, message: str, path: str) -> Response:
         return Response(status, message.encode(), headers=[(b"x-path", path.encode())])
+
+    def handle(self, exchange: Exchange) -> None:
+        raise AssertionError("no server passes requests on")
 
     def on_begin(self) -> None:
         pass
@@ -51,7 +54,7 @@ def read(
 ) -> Listener:
     """Feed ``data``, in pieces if told so."""
     listener = listener or Listener()
-    reader = RequestReader(limits or HttpLimits(), listener)
+    reader = RequestReader(limits or HttpLimits(), listener, listener)
     piece = piece or len(data)
     for at in range(0, len(data), piece):
         reader.feed(data[at : at + piece])

@@ -15,8 +15,9 @@ from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import CallerInfo, WorkerInfo
 from kvrelay.errors import ProtocolError
-from kvrelay.frontend.cluster.figures import HeardLoad, Second
+from kvrelay.frontend.cluster.figures import HeardLoad
 from kvrelay.frontend.cluster.frontends import FiguresReply
+from kvrelay.frontend.cluster.seconds import Second
 from kvrelay.launch.fleet_observer import FleetObserver, is_ready, measured_in
 from kvrelay.launch.worker_calls import WorkerCalls, answer_of
 from kvrelay.planner import Measured, WorkerView

@@ -41,16 +41,16 @@ MIB, NOW = 2**20, 1_000_000_000
 NUM_ROWS, STEP_S = 120, 15
 
 COUNTS: dict[str, Any] = {
-    "requests": 9,
-    "answered": 3,
-    "refused": 2,
-    "failed": 1,
-    "in_time": 5,
-    "late_first_token": 6,
-    "late_gaps": 4,
-    "tokens": 48,
-    "prompt_tokens": 600,
-    "cached_tokens": 150,
+    "num_requests": 9,
+    "num_answered": 3,
+    "num_refused": 2,
+    "num_failed": 1,
+    "num_in_time": 5,
+    "num_late_first": 6,
+    "num_late_gaps": 4,
+    "num_output_tokens": 48,
+    "num_prompt_tokens": 600,
+    "num_cached_tokens": 150,
     "places": {
         "remote": 12,
         "local_cheaper": 11,

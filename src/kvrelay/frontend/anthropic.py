@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -31,15 +30,17 @@ from kvrelay.frontend.generate.answer_blocks import (
     BlockStep,
     named_event,
 )
-from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
-from kvrelay.frontend.openai.answer import AnsweredPrompt, Choice, Finish, Usage, encode_json
+from kvrelay.frontend.generate.chat_api import ChatApi
+from kvrelay.frontend.openai.answer import AnswerContext, AnsweredPrompt, Choice, Finish, Usage, encode_json
 from kvrelay.frontend.openai.bounds import JsonMap, Name, StopStrings, Text, Word, check_free_json
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.requests import (
     MAX_TOOLS,
+    CalledFunction,
     ChatCompletionRequest,
     ChatMessage,
-    FieldsCheck,
+    ChosenFunction,
+    FunctionDefinition,
     FunctionName,
     JsonSchemaFormat,
     KvHints,
@@ -48,10 +49,6 @@ from kvrelay.frontend.openai.requests import (
     ToolCall,
     ToolChoice,
     common_fields,
-    function_call,
-    function_choice,
-    function_tool,
-    parse_body,
 )
 
 MESSAGES_PATH = "/v1/messages"
@@ -368,20 +365,12 @@ _PARAMS = {
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def _read(kind: type[CountTokensRequest], body: bytes, check_fields: FieldsCheck) -> ChatTask:
-    return ChatTask(chat_of(parse_body(body, kind, check_fields)), MessagesFormat)
-
-
 def _check_version(headers: Mapping[str, str]) -> None:
     """Before its first stable version the API had other events in streams. Without the header a later version is
     assumed."""
     version = headers.get(VERSION_HEADER, FIRST_VERSION)
     if not _DATE.fullmatch(version) or version < FIRST_VERSION:
         raise InvalidInputError(f"{VERSION_HEADER} must be {FIRST_VERSION} or a later date", param=VERSION_HEADER)
-
-
-MESSAGES = ChatApi(partial(_read, MessagesRequest), _PARAMS, _check_version)
-COUNTED = ChatApi(partial(_read, CountTokensRequest), _PARAMS, _check_version)
 
 
 def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
@@ -455,7 +444,7 @@ def _call(block: ContentBlock) -> ToolCall:
     if block.id is None or block.name is None:
         raise InvalidInputError("a tool_use needs id, name and input", param="messages")
     check_free_json(block.input, "messages")
-    return function_call(block.id, block.name, msgspec.json.encode(block.input or {}).decode())
+    return ToolCall(block.id, CalledFunction(block.name, msgspec.json.encode(block.input or {}).decode()))
 
 
 def _result(block: ContentBlock) -> ChatMessage:
@@ -476,12 +465,12 @@ def _text(content: str | Sequence[TextBlock], param: str) -> str:
 def _tool(tool: AnthropicTool) -> Tool:
     if tool.type not in (None, "custom"):
         raise InvalidInputError(f"tools of type {tool.type} are not supported, only custom", param="tools")
-    return function_tool(tool.name, tool.description, tool.input_schema)
+    return Tool("function", FunctionDefinition(tool.name, tool.description, tool.input_schema))
 
 
 def _choice(choice: AnthropicToolChoice) -> str | ToolChoice:
     if choice.type == "tool" and choice.name is not None:
-        return function_choice(choice.name)
+        return ToolChoice("function", ChosenFunction(choice.name))
     if choice.type not in _CHOICES:
         raise InvalidInputError("tool_choice must be of type auto, any, none, or tool with a name", param="tool_choice")
     return _CHOICES[choice.type]
@@ -508,3 +497,11 @@ def _template_arguments(thinking: Thinking | None) -> dict[str, object] | None:
         "max_tokens bounds the answer with its reasoning"
     )
     raise InvalidInputError(message, param="thinking")
+
+
+def _make_format(request: CountTokensRequest, context: AnswerContext) -> MessagesFormat:
+    return MessagesFormat(context)
+
+
+MESSAGES = ChatApi(MessagesRequest, chat_of, _make_format, _PARAMS, _check_version)
+COUNTED = ChatApi(CountTokensRequest, chat_of, _make_format, _PARAMS, _check_version)

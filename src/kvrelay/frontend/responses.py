@@ -16,7 +16,6 @@ Every event has the next sequence number. A stream that breaks ends with ``faile
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -34,7 +33,7 @@ from kvrelay.frontend.generate.answer_blocks import (
     BlockStep,
     named_event,
 )
-from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
+from kvrelay.frontend.generate.chat_api import ChatApi
 from kvrelay.frontend.openai.answer import (
     AnswerContext,
     AnsweredPrompt,
@@ -49,10 +48,13 @@ from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.logprobs import ChatPositionLogprobs, chat_logprobs
 from kvrelay.frontend.openai.requests import (
     MAX_TOOLS,
+    AllowedTool,
+    AllowedTools,
+    CalledFunction,
     ChatCompletionRequest,
     ChatMessage,
     ChosenFunction,
-    FieldsCheck,
+    FunctionDefinition,
     FunctionName,
     JsonSchemaFormat,
     KvHints,
@@ -60,11 +62,7 @@ from kvrelay.frontend.openai.requests import (
     Tool,
     ToolCall,
     ToolChoice,
-    allowed_choice,
     common_fields,
-    function_call,
-    function_tool,
-    parse_body,
 )
 
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
@@ -450,19 +448,12 @@ _INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 """Reasoning is returned in plain text, so that nothing needs to be encrypted."""
 
 
-def _read(kind: type[InputTokensRequest], body: bytes, check_fields: FieldsCheck) -> ChatTask:
-    request = parse_body(body, kind, check_fields)
-    return ChatTask(chat_of(request), partial(ResponsesFormat, request))
-
-
 _PARAMS = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "logprobs": "top_logprobs",
 }
-RESPONSES = ChatApi(partial(_read, ResponsesRequest), _PARAMS)
-INPUT_TOKENS = ChatApi(partial(_read, InputTokensRequest), _PARAMS, counted={"object": "response.input_tokens"})
 
 
 def chat_of(request: InputTokensRequest) -> ChatCompletionRequest:
@@ -529,7 +520,7 @@ class _Turns:
             case "function_call":
                 if item.call_id is None or item.name is None:
                     raise InvalidInputError("a function_call needs call_id and name", param="input")
-                self._answer(tool_calls=[function_call(item.call_id, item.name, item.arguments or "")])
+                self._answer(tool_calls=[ToolCall(item.call_id, CalledFunction(item.name, item.arguments or ""))])
             case "function_call_output":
                 if item.call_id is None:
                     raise InvalidInputError("a function_call_output needs a call_id", param="input")
@@ -582,16 +573,20 @@ def _text(content: str | Sequence[ContentPart]) -> str:
 def _tool(tool: ResponseTool) -> Tool:
     if tool.type != "function":
         raise InvalidInputError(f"tools of type {tool.type} are not supported, only function", param="tools")
-    return function_tool(tool.name or "", tool.description, tool.parameters, tool.strict)
+    return Tool("function", FunctionDefinition(tool.name or "", tool.description, tool.parameters, tool.strict))
 
 
 def _choice(choice: str | ChosenTools | None) -> str | ToolChoice | None:
     if not isinstance(choice, ChosenTools):
         return choice
-    names = [tool.name for tool in choice.tools if tool.type == "function" and tool.name is not None]
-    if choice.type == "allowed_tools" and len(names) == len(choice.tools):
-        return allowed_choice(choice.mode, names)
-    return ToolChoice(choice.type, ChosenFunction(choice.name) if choice.name is not None else None)
+    tools = [AllowedTool(tool.type, _chosen(tool)) for tool in choice.tools]
+    if choice.type == "allowed_tools" and all(tool.type == "function" and tool.function for tool in tools):
+        return ToolChoice(choice.type, allowed_tools=AllowedTools(choice.mode, tools))
+    return ToolChoice(choice.type, _chosen(choice))
+
+
+def _chosen(tool: NamedTool) -> ChosenFunction | None:
+    return ChosenFunction(tool.name) if tool.name is not None else None
 
 
 def _format(form: TextFormat | None) -> ResponseFormat | None:
@@ -600,3 +595,9 @@ def _format(form: TextFormat | None) -> ResponseFormat | None:
     if form.type != "json_schema":
         return ResponseFormat(form.type)
     return ResponseFormat(form.type, JsonSchemaFormat(form.name or "", form.schema, form.description, form.strict))
+
+
+RESPONSES = ChatApi(ResponsesRequest, chat_of, ResponsesFormat, _PARAMS)
+INPUT_TOKENS = ChatApi(
+    InputTokensRequest, chat_of, ResponsesFormat, _PARAMS, counted={"object": "response.input_tokens"}
+)

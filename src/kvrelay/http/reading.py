@@ -13,7 +13,7 @@ from typing import Protocol
 
 import httptools
 
-from kvrelay.http.exchange import HttpRequest, Response, parse_target
+from kvrelay.http.exchange import HttpApplication, HttpRequest, Response, parse_target
 from kvrelay.http.limits import HttpLimits
 
 SINGLE = frozenset({"host", "authorization", "x-api-key", "content-encoding"})
@@ -25,12 +25,6 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 class RequestListener(Protocol):
     """Receives the results. Called within ``feed``."""
-
-    def check_head(self, request: HttpRequest) -> Response | None:
-        """Refuse a request by its head alone, or None."""
-
-    def error_response(self, status: int, message: str, path: str) -> Response:
-        """``path``: of the request; empty if none has arrived."""
 
     def on_begin(self) -> None:
         """A request's first bytes have arrived."""
@@ -45,9 +39,9 @@ class RequestListener(Protocol):
 
 
 class RequestReader:
-    """Reads the requests of one connection, one after the other."""
+    """Reads the requests of one connection, one after the other. ``application`` checks their heads."""
 
-    def __init__(self, limits: HttpLimits, listener: RequestListener) -> None:
+    def __init__(self, limits: HttpLimits, application: HttpApplication, listener: RequestListener) -> None:
         self.is_refused = False
         self.was_head = False
         """Whether what was refused is a HEAD request, whose answer has no body."""
@@ -55,6 +49,7 @@ class RequestReader:
         self.num_body_bytes = 0
         self._num_head_bytes = 0
         self._limits = limits
+        self._application = application
         self._listener = listener
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._has_progressed = False
@@ -106,7 +101,7 @@ class RequestReader:
     def error_response(self, status: int, message: str) -> Response:
         """The application's answer for an error of the request that is being read."""
         path, _ = parse_target(self._url.decode("latin-1"))
-        return self._listener.error_response(status, message, path)
+        return self._application.error_response(status, message, path)
 
     def refuse(self, response: Response) -> None:
         """Read nothing more; the listener tells the client why."""
@@ -163,7 +158,7 @@ class RequestReader:
             headers=self._headers,
             http_minor=0 if version == "1.0" else 1,
         )
-        refusal = self._malformed(request, version) or self._listener.check_head(request)
+        refusal = self._malformed(request, version) or self._application.check_head(request)
         if request.max_body_bytes is not None:
             self._max_body_bytes = min(request.max_body_bytes, self._max_body_bytes)
         length = self._headers.get("content-length", "0")

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
+import msgspec
+
 from kvrelay.core.tasks import TaskSet
 from kvrelay.http.exchange import Exchange, HttpApplication, HttpRequest, Response, encode_response
 from kvrelay.http.limits import ByteBudget, HttpLimits
@@ -40,7 +42,7 @@ class HttpConnection(asyncio.Protocol):
         self._owner = owner
         self._now = now
         self._limits = owner.limits
-        self._reader = RequestReader(owner.limits, self)
+        self._reader = RequestReader(owner.limits, owner.application, self)
         self.transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._waiting: deque[tuple[HttpRequest, bool]] = deque()
@@ -54,10 +56,6 @@ class HttpConnection(asyncio.Protocol):
         self._num_sent_bytes = 0
         self._num_taken_bytes = 0
         self._taken_at_s = now()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._is_busy
 
     @property
     def num_sheddable_bytes(self) -> int:
@@ -87,7 +85,7 @@ class HttpConnection(asyncio.Protocol):
 
     def close_if_idle(self) -> None:
         """The server shuts down: an idle connection ends now, a busy one after its answer."""
-        if self.is_idle and self.transport is not None:
+        if not self.is_busy and self.transport is not None:
             self._close(self.transport)
 
     def turn_away(self) -> None:
@@ -97,7 +95,7 @@ class HttpConnection(asyncio.Protocol):
     def shed(self) -> None:
         """The server's clients upload too much at once, and this one holds the most."""
         self._held.clear()
-        if self._is_busy:
+        if self.is_busy:
             self.abort()
         else:
             self._reader.refuse(self._unavailable("too many request bytes are buffered (max_buffered_bytes)"))
@@ -142,7 +140,7 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._reader.is_refused:
             return
-        if self._is_busy:
+        if self.is_busy:
             self._hold(data)
         else:
             self._feed(data)
@@ -151,7 +149,7 @@ class HttpConnection(asyncio.Protocol):
         """The client sends nothing more. It may still read, or be gone: TCP does not tell. A request in progress is
         answered; a probe finds out whether the client still reads. Over TLS the connection ends."""
         transport, exchange = self.transport, self._exchange
-        if transport is None or not self._is_busy or transport.get_extra_info("ssl_object") is not None:
+        if transport is None or not self.is_busy or transport.get_extra_info("ssl_object") is not None:
             return False
         self._is_half_closed = True
         if exchange is not None and not exchange.is_started and exchange.request.http_minor >= 1:
@@ -221,20 +219,14 @@ class HttpConnection(asyncio.Protocol):
 
     # -- RequestListener ----------------------------------------------------------------------------------------------
 
-    def check_head(self, request: HttpRequest) -> Response | None:
-        return self._owner.application.check_head(request)
-
-    def error_response(self, status: int, message: str, path: str) -> Response:
-        return self._owner.application.error_response(status, message, path)
-
     def on_begin(self) -> None:
-        if not self._is_busy:
+        if not self.is_busy:
             self._deadline_s = self._now() + self._limits.head_timeout_s
 
     def on_head(self, expects_continue: bool) -> None:
-        if not self._is_busy:
+        if not self.is_busy:
             self._deadline_s = self._now() + self._limits.body_timeout_s
-        if expects_continue and self._is_busy:
+        if expects_continue and self.is_busy:
             # Not in the middle of the answer before it.
             self._owes_continue = True
         elif expects_continue:
@@ -242,7 +234,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_request(self, request: HttpRequest, keep_alive: bool) -> None:
         self._owes_continue = False
-        if self._is_busy:
+        if self.is_busy:
             self._waiting.append((request, keep_alive))
         else:
             self._start(request, keep_alive)
@@ -250,7 +242,7 @@ class HttpConnection(asyncio.Protocol):
     def on_refusal(self, response: Response) -> None:
         self._owes_continue = False
         self._owner.buffered.update(self)
-        if self._is_busy:
+        if self.is_busy:
             # Earlier requests are answered first.
             self._refusal = response
         else:
@@ -259,7 +251,7 @@ class HttpConnection(asyncio.Protocol):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     @property
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a request is being answered, or waits ahead of any data that arrives now."""
         return bool(self._exchange or self._waiting or self._held)
 
@@ -267,7 +259,7 @@ class HttpConnection(asyncio.Protocol):
         for at in range(0, len(data), PIECE_BYTES):
             if self._reader.is_refused or self.transport is None:
                 return
-            if self._is_busy:
+            if self.is_busy:
                 self._hold(data[at:])
                 return
             self._reader.feed(data[at : at + PIECE_BYTES])
@@ -309,7 +301,7 @@ class HttpConnection(asyncio.Protocol):
                 transport.resume_reading()
             self._feed(data)
             self._owner.buffered.update(self)
-        if self._is_half_closed and not self._is_busy and not self._reader.is_refused:
+        if self._is_half_closed and not self.is_busy and not self._reader.is_refused:
             self._close(transport)
 
     def _await_client(self) -> None:
@@ -338,8 +330,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _unavailable(self, message: str) -> Response:
         response = self._reader.error_response(503, message)
-        headers = (*response.headers, (b"retry-after", b"1"))
-        return Response(response.status, response.body, response.content_type, headers)
+        return msgspec.structs.replace(response, headers=(*response.headers, (b"retry-after", b"1")))
 
     def _send_refusal(self, response: Response) -> None:
         """Answer at once and read no further request.
@@ -426,13 +417,9 @@ class HttpServer:
         return f"HttpServer(port={self.port}, connections={len(self.connections)}, buffered={self.buffered!r})"
 
     @property
-    def num_connections(self) -> int:
-        return len(self.connections)
-
-    @property
     def num_busy(self) -> int:
         """Number of connections with a request that is being answered."""
-        return sum(not connection.is_idle for connection in self.connections)
+        return sum(connection.is_busy for connection in self.connections)
 
     async def start(self) -> None:
         self._acceptor.start()

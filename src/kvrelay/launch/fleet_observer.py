@@ -19,8 +19,9 @@ from kvrelay.core.events import LoadMetrics
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, quantile_bucket_s
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import RetryElsewhereError
-from kvrelay.frontend.cluster.figures import HeardLoad, Second, total_of
+from kvrelay.frontend.cluster.figures import HeardLoad
 from kvrelay.frontend.cluster.frontends import FiguresReply, figures_of, other_frontends, planners_question
+from kvrelay.frontend.cluster.seconds import Second, total_of
 from kvrelay.launch.worker_calls import WorkerCalls
 from kvrelay.planner import Demand, FleetView, Measured, Traffic, WorkerView, generated_since
 from kvrelay.worker.reporting.publisher import repeat_interval_s

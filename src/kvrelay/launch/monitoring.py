@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from kvrelay.config import MetricsConfig
 from kvrelay.config.addresses import is_loopback
 from kvrelay.frontend.access.api_keys import ApiKeys, following
-from kvrelay.frontend.openai.errors import error_body
+from kvrelay.frontend.openai.errors import Failure, openai_error
 from kvrelay.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
 from kvrelay.worker.reporting.metrics import WorkerMetrics
 from kvrelay.worker.worker import Worker
@@ -56,14 +56,14 @@ class MonitoringApp:
         if request.path not in self._routes:
             return self.error_response(404, f"there is nothing at {request.path[:200]}", request.path)
         if request.method not in ("GET", "HEAD"):
-            return Response(405, error_body(405, f"{request.path} takes GET"), headers=[(b"allow", b"GET")])
+            return Response(405, openai_error(Failure(405, f"{request.path} takes GET")), headers=[(b"allow", b"GET")])
         if request.path == METRICS_PATH and self._needs_key and not self._is_admitted(request):
-            body = error_body(401, "a valid API key is needed", code="invalid_api_key")
+            body = openai_error(Failure(401, "a valid API key is needed", code="invalid_api_key"))
             return Response(401, body, headers=[(b"www-authenticate", b"Bearer")])
         return None
 
     def error_response(self, status: int, message: str, path: str) -> Response:
-        return Response(status, error_body(status, message))
+        return Response(status, openai_error(Failure(status, message)))
 
     def handle(self, exchange: Exchange) -> None:
         exchange.respond(self._routes[exchange.request.path]())
@@ -87,7 +87,7 @@ class MonitoringApp:
         return Response(200, self._metrics.render(), TEXT_FORMAT)
 
     def _unready(self, reason: str) -> Response:
-        return Response(503, error_body(503, reason), headers=[(b"retry-after", b"1")])
+        return Response(503, openai_error(Failure(503, reason)), headers=[(b"retry-after", b"1")])
 
 
 @asynccontextmanager

@@ -46,10 +46,8 @@ async def watch(url: str, api_key: str | None, *, as_json: bool, once: bool) -> 
     """
     if once or as_json or not sys.stdout.isatty():
         while True:
-            shown = (
-                json.dumps(await _look(url, api_key)) if as_json else "\n".join(await _text(url, api_key, 200, 1000))
-            )
-            print(shown, flush=True)
+            lines = [json.dumps(await _look(url, api_key))] if as_json else await _text(url, api_key, 200, 1000)
+            print("\n".join(lines), flush=True)
             if once:
                 return
             await asyncio.sleep(INTERVAL_S)

@@ -21,7 +21,7 @@ from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.generate.answers import Answer, CollectedAnswer
 from kvrelay.frontend.generate.prompts import Prompt, completion_prompts, render_chat
-from kvrelay.frontend.generate.sequence import Sequence, SequenceListener, sequences_of
+from kvrelay.frontend.generate.sequence import Asked, Sequence, SequenceListener, sequences_of
 from kvrelay.frontend.openai.answer import Choice, ChoicePiece
 from kvrelay.frontend.openai.answer_spec import AnswerSpec
 from kvrelay.frontend.openai.requests import ChatMessage
@@ -181,7 +181,7 @@ class AsyncLLM:
     def _sequences(
         self, prompt: Prompt, model: Model, spec: AnswerSpec, answer: SequenceListener
     ) -> Iterator[Sequence]:
-        return sequences_of(secrets.token_hex(16), [prompt], spec, model, answer, self._metrics, MIGRATION_LIMIT)
+        return sequences_of(Asked(secrets.token_hex(16), spec, model, answer, self._metrics, MIGRATION_LIMIT), [prompt])
 
     async def _prompt(self, model: Model, prompt: TextOrTokens) -> Prompt:
         given = prompt if isinstance(prompt, str) else list(map(operator.index, prompt))

@@ -11,18 +11,10 @@ from tests.frontend.doubles import FakeWorker, Script
 from kvrelay.core.activity import Activity, Spent
 from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, Histogram, quantile_s
-from kvrelay.frontend.cluster.figures import (
-    COARSE_S,
-    HISTORY_S,
-    MINUTE_S,
-    NUM_COARSE,
-    Figures,
-    Second,
-    added_up,
-    total_of,
-)
+from kvrelay.frontend.cluster.figures import COARSE_S, HISTORY_S, MINUTE_S, NUM_COARSE, Figures
 from kvrelay.frontend.cluster.frontends import FiguresReply, FiguresRequest, KnownFrontend
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.seconds import Second, added_up, total_of
 from kvrelay.frontend.cluster.snapshot import history, hour_rows
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.frontend.cluster.worker_report import WorkerReport
@@ -97,7 +89,7 @@ def test_an_hour_is_kept_in_steps_of_fifteen_seconds() -> None:
     known = KnownFrontend("f", hour=deque(hour))
     shown = history(hour_rows([known], 7200), 7155, COARSE_S)
     # The last quarter has ended, and is not settled yet.
-    assert (shown.step_s, shown.unix_s, shown.answered) == (COARSE_S, [7170], [15])
+    assert (shown.step_s, shown.unix_s, shown.num_answered) == (COARSE_S, [7170], [15])
 
 
 def test_frontends_are_added_up_by_second() -> None:
@@ -131,14 +123,14 @@ async def test_a_second_has_what_workers_did_in_it(tmp_path) -> None:
         Activity({"remote": 2}, rss_bytes=6),
         Activity({"remote": 2, "local_short": 2}, {"disk": 32}, Spent(1, 0.5), cpu_s=0.5, rss_bytes=1),
     ]
-    (times,) = figures.times()
+    (times,) = figures.last_minute.times()
     assert (times.worker_id, sum(times.ttft), times.ttft[1], times.itl, times.prefills) == ("w", 1, 1, (), (0, 3))
     assert (times.role, times.model) == (known.info.role, known.info.model)
     # What a worker has answered just before it left is in its times, and goes on to count for its model.
     metrics.of("m").first_token(0.003, 5, 0, "w")
     present.remove(known)
     figures.take(102)
-    (times,) = figures.times()
+    (times,) = figures.last_minute.times()
     assert (times.worker_id, sum(times.ttft)) == ("w", 2)
     assert metrics.latencies() == {}
     assert metrics.of("m").latencies.ttft.count == 2
@@ -147,7 +139,7 @@ async def test_a_second_has_what_workers_did_in_it(tmp_path) -> None:
     assert (quarter.work.places, quarter.work.rss_bytes) == ({"remote": 4, "local_short": 2}, 6)
     for second in range(103, 103 + MINUTE_S):
         figures.take(second)
-    assert figures.times() == ()
+    assert figures.last_minute.times() == ()
 
 
 def test_what_frontends_know_of_workers_is_not_added_up() -> None:

@@ -19,7 +19,6 @@ import msgspec
 from kvrelay.config import FrontendConfig, KeyLimits
 from kvrelay.config.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.handoff import OrderPolicy
 from kvrelay.core.status import outcome_of
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import InvalidInputError, KvrelayError
@@ -44,7 +43,7 @@ from kvrelay.frontend.generate.answers import ClientGoneError, require_client
 from kvrelay.frontend.generate.chat_api import CHAT_COMPLETIONS
 from kvrelay.frontend.generate.pipeline import BrokenStreamError, Pipeline
 from kvrelay.frontend.generate.prompts import detokenized, tokenized
-from kvrelay.frontend.openai.errors import ErrorShape, Failure, error_body, error_response, openai_error
+from kvrelay.frontend.openai.errors import ErrorShape, Failure, error_response, openai_error
 from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest, parse_body
 from kvrelay.frontend.responses import INPUT_TOKENS, INPUT_TOKENS_PATH, RESPONSES
 from kvrelay.frontend.side_threads import SideThreads
@@ -170,7 +169,7 @@ class FrontendApp:
         self._access_log = AccessLog(config.access_log, config.access_log_file)
         self._origins = AllowedOrigins(config.allowed_origins)
         self._max_body_bytes = config.max_body_bytes
-        self._fields = fields = RequestFields(config.on_unknown_field)
+        self._check_fields = RequestFields(config.on_unknown_field).check
         pipeline = Pipeline(
             config,
             cluster,
@@ -179,12 +178,10 @@ class FrontendApp:
             self._admission,
             self._threads,
             self._access_log,
-            fields.check,
+            self._check_fields,
             shown.kept,
         )
-        routing = RoutingEndpoints(
-            cluster, self._threads, fields, OrderPolicy(config.order), metrics, is_shared=config.share_prefix_cache
-        )
+        routing = RoutingEndpoints(config, cluster, metrics, self._threads, self._check_fields)
         shown_cluster = ShownCluster(cluster, frontends, metrics.objectives)
         self._routes = self._build_routes(pipeline, routing, shown_cluster)
         self._named_routes = {
@@ -390,7 +387,7 @@ class FrontendApp:
     async def _parsed(self, exchange: Exchange, kind: type[Body]) -> tuple[Body, int]:
         """The body and its size in bytes. Raises InvalidInputError."""
         size = len(exchange.request.body)
-        request = await self._threads.parse(size, parse_body, exchange.request.body, kind, self._fields.check)
+        request = await self._threads.parse(size, parse_body, exchange.request.body, kind, self._check_fields)
         exchange.drop_body()
         return request, size
 
@@ -428,7 +425,7 @@ class FrontendApp:
             told = {"status": "ok", "pid": os.getpid(), "workers": num_workers}
             exchange.respond(Response(200, msgspec.json.encode(told)))
         else:
-            body = error_body(503, "no worker serves a model")
+            body = openai_error(Failure(503, "no worker serves a model"))
             exchange.respond(Response(503, body, headers=[(b"retry-after", b"1")]))
 
     async def _load(self, exchange: Exchange, request_id: str) -> None:
@@ -463,8 +460,7 @@ def _respond(exchange: Exchange, body: msgspec.Struct) -> None:
 
 
 def _with_request_id(response: Response, request_id: str) -> Response:
-    headers = (*response.headers, (b"x-request-id", request_id.encode()))
-    return Response(response.status, response.body, response.content_type, headers)
+    return msgspec.structs.replace(response, headers=(*response.headers, (b"x-request-id", request_id.encode())))
 
 
 def _cut_short(exchange: Exchange, failure: Failure, request_id: str) -> None:

@@ -67,42 +67,40 @@ class _Get(msgspec.Struct, frozen=True):
     parameter: dict[str, object] | None = None
 
 
+def _parameter(place: str, name: str, kind: str, description: str = "", **bounds: object) -> dict[str, object]:
+    required = {"required": True} if place == "path" else {}
+    described = {"description": description} if description else {}
+    return {"name": name, "in": place, **required, **described, "schema": {"type": kind, **bounds}}
+
+
 _GETS = (
     _Get("/v1/models", "The models that are served now", ("401", "503")),
-    _Get(
-        "/v1/models/{model}",
-        "One model",
-        ("401", "404", "503"),
-        parameter={"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
-    ),
+    _Get("/v1/models/{model}", "One model", ("401", "404", "503"), parameter=_parameter("path", "model", "string")),
     _Get(
         "/v1/kvrelay/router",
         "Settings, workers and their work; with blocks=1 the index as well",
         ("400", "401"),
-        parameter={"name": "blocks", "in": "query", "schema": {"type": "integer", "enum": [0, 1]}},
+        parameter=_parameter("query", "blocks", "integer", enum=[0, 1]),
     ),
     _Get(
         "/debug/requests",
         "Requests of all frontends that are kept: the latest, the slowest, or those of one outcome",
         ("400", "401"),
-        parameter={"name": "order", "in": "query", "schema": {"type": "string", "enum": list(ORDERS)}},
+        parameter=_parameter("query", "order", "string", enum=list(ORDERS)),
     ),
     _Get(
         "/debug/requests/{id}",
         "Where the time of one request went",
         ("401", "404"),
-        parameter={"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
+        parameter=_parameter("path", "id", "string"),
     ),
     _Get(
         "/debug/cluster",
         "Workers, load, flows of KV, rates of all frontends, and what is wrong now",
         ("400", "401", "403"),
-        parameter={
-            "name": "since",
-            "in": "query",
-            "description": "The history after this second since 1970",
-            "schema": {"type": "integer", "minimum": 0, "maximum": 10**12 - 1},
-        },
+        parameter=_parameter(
+            "query", "since", "integer", "The history after this second since 1970", minimum=0, maximum=10**12 - 1
+        ),
     ),
     _Get("/health", "Whether a model can be served", ("503",)),
     _Get("/live", "200 while this process answers"),
@@ -113,7 +111,7 @@ _GETS = (
         "/tokenizer_info",
         "A model's tokenizer and chat template",
         ("401", "404"),
-        parameter={"name": "model", "in": "query", "schema": {"type": "string"}},
+        parameter=_parameter("query", "model", "string"),
     ),
     _Get("/docs", "This document as a page", content_type="text/html"),
     _Get("/version", "The version of the server"),
@@ -129,14 +127,10 @@ _ERRORS = {
     "503": "No worker can take the request; Retry-After says when to try again",
     "504": "The request ran past its deadline",
 }
-_GENERATION_PARAMETERS: list[dict[str, object]] = [
-    {
-        "name": TIMEOUT_HEADER,
-        "in": "header",
-        "description": "Deadline in seconds, where the body has no timeout",
-        "schema": {"type": "number", "exclusiveMinimum": 0},
-    },
-    {"name": "x-request-id", "in": "header", "description": "Becomes part of the id", "schema": {"type": "string"}},
+_TIMEOUT = "Deadline in seconds, where the body has no timeout"
+_GENERATION_PARAMETERS = [
+    _parameter("header", TIMEOUT_HEADER, "number", _TIMEOUT, exclusiveMinimum=0),
+    _parameter("header", "x-request-id", "string", "Becomes part of the id"),
 ]
 _GENERATION_HEADERS = {
     "x-request-id": {"description": "The answer's id", "schema": {"type": "string"}},
@@ -160,11 +154,6 @@ def openapi_document() -> dict[str, object]:
     """The document as JSON values."""
     structs = [kind for post in _POSTS for kind in (post.request, post.response, post.errors) if kind is not None]
     _, components = msgspec.json.schema_components(structs, schema_hook=_any_value, ref_template=_REF)
-    paths: dict[str, object] = {}
-    for post in _POSTS:
-        paths[post.path] = {"post": _post(post)}
-    for get in _GETS:
-        paths[get.path] = {"get": _get(get)}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -172,7 +161,10 @@ def openapi_document() -> dict[str, object]:
             "version": __version__,
             "description": "OpenAI's API with vLLM's extensions, and Anthropic's messages.",
         },
-        "paths": paths,
+        "paths": {
+            **{post.path: {"post": _post(post)} for post in _POSTS},
+            **{get.path: {"get": _get(get)} for get in _GETS},
+        },
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }

@@ -11,15 +11,16 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from kvrelay.config import FrontendConfig
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.access.api_keys import cache_salt_of
-from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model, WorkerState
 from kvrelay.frontend.cluster.view import ClusterView
 from kvrelay.frontend.cluster.worker_link import ORDER_HEADER, read_order
 from kvrelay.frontend.generate.prompts import completion_prompts, read_completion
+from kvrelay.frontend.openai.requests import FieldsCheck
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.http import Exchange, Response
 from kvrelay.router import PairDecision, RoutingExplanation, RoutingRequest
@@ -80,26 +81,21 @@ class RoutingEndpoints:
 
     def __init__(
         self,
+        config: FrontendConfig,
         cluster: ClusterView,
-        threads: SideThreads,
-        fields: RequestFields,
-        order: OrderPolicy,
         metrics: FrontendMetrics,
-        *,
-        is_shared: bool,
+        threads: SideThreads,
+        check_fields: FieldsCheck,
     ) -> None:
-        """``is_shared``: all API keys share cached prefixes."""
-        self._is_shared = is_shared
-        self._cluster = cluster
-        self._metrics = metrics
-        self._fields = fields
-        self._threads = threads
-        self._order = order
+        self._is_shared = config.share_prefix_cache
+        self._order = OrderPolicy(config.order)
+        self._cluster, self._metrics = cluster, metrics
+        self._threads, self._check_fields = threads, check_fields
 
     async def explain(self, exchange: Exchange, request_id: str) -> None:
         """The decision on a completion request with one prompt. Raises InvalidInputError, WorkerUnavailableError."""
         size = len(exchange.request.body)
-        request, items = await self._threads.parse(size, read_completion, exchange.request.body, 1, self._fields.check)
+        request, items = await self._threads.parse(size, read_completion, exchange.request.body, 1, self._check_fields)
         exchange.drop_body()
         model = self._cluster.model(request.model)
         add_special_tokens = request.add_special_tokens is not False

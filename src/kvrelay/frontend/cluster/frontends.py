@@ -28,16 +28,8 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import CallerInfo
 from kvrelay.errors import ControlUnavailableError, ProtocolError, RetryElsewhereError
-from kvrelay.frontend.cluster.figures import (
-    HISTORY_S,
-    MAX_WORKERS,
-    NUM_COARSE,
-    Count,
-    Figures,
-    HeardLoad,
-    Second,
-    WorkerTimes,
-)
+from kvrelay.frontend.cluster.figures import HISTORY_S, MAX_WORKERS, NUM_COARSE, Figures, HeardLoad, WorkerTimes
+from kvrelay.frontend.cluster.seconds import Count, Second
 from kvrelay.planner import Traffic
 from kvrelay.version import __version__
 
@@ -230,19 +222,19 @@ class Frontends:
         return msgspec.msgpack.encode(self._reply(request))
 
     def _reply(self, request: FiguresRequest) -> FiguresReply:
-        rows, host = self._figures.since(request.since), socket.gethostname()
+        figures = self._figures
         return FiguresReply(
             self.frontend_id,
-            self._figures.num_in_flight,
-            rows,
-            host,
+            figures.metrics.num_in_flight_of(),
+            figures.since(request.since),
+            socket.gethostname(),
             os.getpid(),
             __version__,
-            self._figures.traffic,
-            self._figures.num_unplaced,
-            self._figures.hour_since(request.hour_from),
-            self._figures.times() if request.hour_from < FAR_FUTURE_S else (),
-            self._figures.loads(time.monotonic()) if request.with_loads else (),
+            figures.metrics.traffic(),
+            figures.cold_start.num_unplaced,
+            figures.hour_since(request.hour_from),
+            figures.last_minute.times() if request.hour_from < FAR_FUTURE_S else (),
+            figures.loads(time.monotonic()) if request.with_loads else (),
         )
 
     async def _count(self) -> None:

@@ -20,6 +20,7 @@ from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Histogram
 from kvrelay.core.status import Outcome, RefusalKind, outcome_of
 from kvrelay.core.vllm_metrics import OF_FRONTENDS, WithVllmNames
 from kvrelay.frontend.access.admission import IN_FLIGHT
+from kvrelay.frontend.cluster.seconds import Second
 from kvrelay.marks.otlp import TraceExporter
 from kvrelay.placement.base import PrefillPlace
 from kvrelay.planner import Hold, Narrow, Start, Stop, Traffic, Widen
@@ -58,24 +59,13 @@ class ModelMetrics:
         self._of_gone = Latencies.none()
         """Of workers that are gone."""
         self.duration = Histogram(LATENCY_BUCKETS_S)
-        self.num_arrived = 0
-        self.num_arrived_tokens = 0
-        self.sum_squares = 0
-        """Of the lengths of the arrived prompts."""
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_output_tokens = 0
+        self.traffic = Traffic()
+        """The tokens of all answers, of failed and cancelled ones too; answers that have ended are whole ones."""
         self.num_migrations = 0
         self.num_in_time = 0
         """Whole answers within both objectives."""
         self.num_late_first = 0
         self.num_late_gaps = 0
-
-    def arrived(self, num_prompt_tokens: int) -> None:
-        """A sequence has come; whether it is refused, and when it is prefilled, counts elsewhere."""
-        self.num_arrived += 1
-        self.num_arrived_tokens += num_prompt_tokens
-        self.sum_squares += num_prompt_tokens * num_prompt_tokens
 
     @property
     def latencies(self) -> Latencies:
@@ -94,13 +84,13 @@ class ModelMetrics:
     def first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int, worker_id: str = "") -> None:
         """``worker_id``: where it came from."""
         self.of_worker(worker_id).ttft.observe(seconds)
-        self.num_prompt_tokens += num_prompt_tokens
-        self.num_cached_tokens += num_cached_tokens
+        self.traffic.prefilled(num_prompt_tokens, num_cached_tokens)
 
     def ended(self, num_output_tokens: int, duration_s: float | None) -> None:
         """``duration_s`` is None if the sequence failed or was cancelled."""
-        self.num_output_tokens += num_output_tokens
+        self.traffic.num_ended_tokens += num_output_tokens
         if duration_s is not None:
+            self.traffic.num_ended += 1
             self.duration.observe(duration_s)
 
     def judge(self, ttft_s: float, mean_gap_s: float, slo_ttft_ms: float, slo_itl_ms: float) -> None:
@@ -110,26 +100,6 @@ class ModelMetrics:
         self.num_late_first += is_late
         self.num_late_gaps += is_slow
         self.num_in_time += not (is_late or is_slow)
-
-
-class AllCounts(NamedTuple):
-    """Counts over all models since the start. ``ttft`` and ``itl`` are per bucket. Only requests that generate count.
-    ``num_requests`` have ended, in whatever way. ``num_limited`` were refused by the limits of their API key. Of the
-    ``num_judged`` whole answers (each choice is one), ``num_in_time`` are within both objectives."""
-
-    num_requests: int
-    num_answered: int
-    num_refused: int
-    num_limited: int
-    num_failed: int
-    num_prompt_tokens: int
-    ttft: tuple[int, ...]
-    itl: tuple[int, ...]
-    num_judged: int
-    num_in_time: int
-    num_late_first: int
-    num_late_gaps: int
-    num_cached_tokens: int
 
 
 class FrontendMetrics(Collector):
@@ -189,28 +159,30 @@ class FrontendMetrics(Collector):
         """By reason."""
         return {reason: count for (name, reason), count in self.refusals.items() if name == model}
 
-    def counts(self) -> AllCounts:
-        """What has been counted so far, over all models."""
+    def counts(self) -> Second:
+        """What has been counted since the start, over all models. Of requests only those that generate, which have
+        ended in whatever way."""
         outcomes: Counter[Outcome] = Counter()
         for (_, outcome), count in self._outcomes().items():
             outcomes[outcome] += count
         num_limited = sum(count for reason, count in self.rejections_of().items() if reason != IN_FLIGHT)
-        models = self._models.values()
+        models, traffic = self._models.values(), self.traffic()
         latencies = Latencies.none().add(model.latencies for model in models)
-        return AllCounts(
-            outcomes.total(),
-            outcomes[Outcome.ANSWERED],
-            outcomes[Outcome.REFUSED],
-            min(num_limited, outcomes[Outcome.REFUSED]),
-            outcomes[Outcome.FAILED],
-            sum(model.num_prompt_tokens for model in models),
-            tuple(latencies.ttft.counts),
-            tuple(latencies.itl.counts),
-            sum(model.duration.count for model in models),
-            sum(model.num_in_time for model in models),
-            sum(model.num_late_first for model in models),
-            sum(model.num_late_gaps for model in models),
-            sum(model.num_cached_tokens for model in models),
+        return Second(
+            0,
+            num_requests=outcomes.total(),
+            num_failed=outcomes[Outcome.FAILED],
+            num_prompt_tokens=traffic.num_prefilled_tokens,
+            ttft=tuple(latencies.ttft.counts),
+            itl=tuple(latencies.itl.counts),
+            num_answered=outcomes[Outcome.ANSWERED],
+            num_refused=outcomes[Outcome.REFUSED],
+            num_limited=min(num_limited, outcomes[Outcome.REFUSED]),
+            num_judged=traffic.num_ended,
+            num_in_time=sum(model.num_in_time for model in models),
+            num_late_first=sum(model.num_late_first for model in models),
+            num_late_gaps=sum(model.num_late_gaps for model in models),
+            num_cached_tokens=traffic.num_cached_tokens,
         )
 
     def _outcomes(self) -> Counter[tuple[str, Outcome]]:
@@ -223,16 +195,8 @@ class FrontendMetrics(Collector):
 
     def traffic(self) -> Traffic:
         """What the planner asks for, over all models."""
-        models = self._models.values()
-        return Traffic(
-            num_arrived=sum(model.num_arrived for model in models),
-            num_arrived_tokens=sum(model.num_arrived_tokens for model in models),
-            sum_squares=sum(model.sum_squares for model in models),
-            num_prefilled_tokens=sum(model.num_prompt_tokens for model in models),
-            num_cached_tokens=sum(model.num_cached_tokens for model in models),
-            num_ended=sum(model.duration.count for model in models),
-            num_ended_tokens=sum(model.num_output_tokens for model in models),
-        )
+        counted = [model.traffic for model in self._models.values()]
+        return Traffic(**{name: sum(getattr(one, name) for one in counted) for name in Traffic.__struct_fields__})
 
     # -- rendering ----------------------------------------------------------------------------------------------------
 
@@ -245,21 +209,19 @@ class FrontendMetrics(Collector):
             self.of(name)
         models = dict(self._models)
         requests = dict.fromkeys(product(GENERATING, COMMON_STATUSES, models), 0) | self.requests
-        yield _counter("kvrelay_requests", "HTTP requests answered.", ("endpoint", "status", "model"), requests)
+        yield _family("kvrelay_requests", "HTTP requests answered.", ("endpoint", "status", "model"), requests)
         outcomes = dict.fromkeys(product(models, Outcome), 0) | self._outcomes()
-        yield _counter(
-            "kvrelay_request_outcomes", "Requests that generate, by outcome.", ("model", "outcome"), outcomes
-        )
+        yield _family("kvrelay_request_outcomes", "Requests that generate, by outcome.", ("model", "outcome"), outcomes)
         disconnects = Counter({(name,): 0 for name in ("", *models)})
         for (_, status, name), count in self.requests.items():
             disconnects[name,] += count * (status == "disconnected")
-        yield _counter("kvrelay_disconnects", "Clients that left early.", ("model",), disconnects)
+        yield _family("kvrelay_disconnects", "Clients that left early.", ("model",), disconnects)
         refusals = dict.fromkeys(product(models, (*_REFUSALS, UNKNOWN)), 0) | self.refusals
-        yield _counter("kvrelay_refusals", "Requests that a worker refused.", ("model", "reason"), refusals)
+        yield _family("kvrelay_refusals", "Requests that a worker refused.", ("model", "reason"), refusals)
         rejections = {(reason,): count for reason, count in self.rejections_of().items()}
-        yield _counter("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
+        yield _family("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
         places = dict.fromkeys(product(models, _PLACES), 0) | dict(self.places_of())
-        yield _counter(
+        yield _family(
             "kvrelay_pair_placements",
             "Orders auto and prefill-first: pairs, and why there was none.",
             ("model", "place"),
@@ -267,10 +229,9 @@ class FrontendMetrics(Collector):
         )
         fallbacks = dict.fromkeys(models, 0) | dict(self.fallbacks_of())
         yield _by_model("kvrelay_routing_fallbacks", "Requests placed without any worker's costs.", fallbacks)
-        workers = GaugeMetricFamily("kvrelay_workers", "Connected workers that take requests.", labels=("model",))
-        for model, count in self.workers_of().items():
-            workers.add_metric((model,), count)
-        yield workers
+        yield _by_model(
+            "kvrelay_workers", "Connected workers that take requests.", self.workers_of(), GaugeMetricFamily
+        )
         yield from _load_gauges(self.loads_of())
         yield from _planner_metrics(self.planners_of())
         yield GaugeMetricFamily(
@@ -278,14 +239,13 @@ class FrontendMetrics(Collector):
         )
         if self.exporter is not None:
             sent = {("sent",): self.exporter.num_sent, ("dropped",): self.exporter.num_dropped}
-            yield _counter("kvrelay_otlp_traces", "Traces of requests, by what became of them.", ("outcome",), sent)
+            yield _family("kvrelay_otlp_traces", "Traces of requests, by what became of them.", ("outcome",), sent)
         missed = {
             (name, objective): count
             for name, model in models.items()
             for objective, count in (("first_token", model.num_late_first), ("between_tokens", model.num_late_gaps))
         }
-        text = "Whole answers beyond an objective."
-        yield _counter("kvrelay_missed_objectives", text, ("model", "objective"), missed)
+        yield _family("kvrelay_missed_objectives", "Whole answers beyond an objective.", ("model", "objective"), missed)
         for metric, text, number in _COUNTS:
             yield _by_model(metric, text, {name: number(model) for name, model in models.items()})
         for metric, text, histogram in _HISTOGRAMS:
@@ -296,19 +256,24 @@ class FrontendMetrics(Collector):
             yield family
 
 
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _REFUSALS = tuple(kind.value for kind in RefusalKind)
 _PLACES = tuple(place.value for place in PrefillPlace)
 _COUNTS: tuple[tuple[str, str, Callable[[ModelMetrics], int]], ...] = (
     ("kvrelay_migrations", "Requests continued on another worker.", lambda model: model.num_migrations),
-    ("kvrelay_prompt_tokens", "Tokens of prompts.", lambda model: model.num_prompt_tokens),
-    ("kvrelay_cached_prompt_tokens", "Prompt tokens found in a prefix cache.", lambda model: model.num_cached_tokens),
-    ("kvrelay_generation_tokens", "Tokens generated.", lambda model: model.num_output_tokens),
+    ("kvrelay_prompt_tokens", "Tokens of prompts.", lambda model: model.traffic.num_prefilled_tokens),
+    (
+        "kvrelay_cached_prompt_tokens",
+        "Prompt tokens found in a prefix cache.",
+        lambda model: model.traffic.num_cached_tokens,
+    ),
+    ("kvrelay_generation_tokens", "Tokens generated.", lambda model: model.traffic.num_ended_tokens),
     ("kvrelay_answers_in_time", "Whole answers within both objectives.", lambda model: model.num_in_time),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMetrics], Histogram]], ...] = (
-    ("kvrelay_time_to_first_token_seconds", "From arrival to the first token.", lambda model: model.latencies.ttft),
-    ("kvrelay_inter_token_latency_seconds", "Between two outputs of a sequence.", lambda model: model.latencies.itl),
-    ("kvrelay_e2e_request_latency_seconds", "From arrival to the last token.", lambda model: model.duration),
+    ("kvrelay_time_to_first_token_seconds", "From arrival to the first token.", lambda of: of.latencies.ttft),
+    ("kvrelay_inter_token_latency_seconds", "Between two outputs of a sequence.", lambda of: of.latencies.itl),
+    ("kvrelay_e2e_request_latency_seconds", "From arrival to the last token.", lambda of: of.duration),
 )
 
 
@@ -323,10 +288,8 @@ def _load_gauges(loads: Sequence[tuple[str, LoadMetrics]]) -> Iterator[Metric]:
     for name, text, value in shown:
         deprecated = f"Deprecated, gone in the next release: use kvrelay_load_{name}."
         for full_name, shown_text in ((f"kvrelay_load_{name}", text), (f"kvrelay_worker_{name}", deprecated)):
-            family = GaugeMetricFamily(full_name, shown_text, labels=("model", "worker"))
-            for model, load in loads:
-                family.add_metric((model, load.worker_id), value(load))
-            yield family
+            values = {(model, load.worker_id): value(load) for model, load in loads}
+            yield _family(full_name, shown_text, ("model", "worker"), values, GaugeMetricFamily)
 
 
 def _planner_metrics(reports: Sequence[PlannerReport]) -> Iterator[Metric]:
@@ -334,10 +297,9 @@ def _planner_metrics(reports: Sequence[PlannerReport]) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvrelay_planners", "Planners in discovery; one decides.", value=len(reports))
     leader = reports[0] if reports else None
     action = leader.actions[0] if leader is not None and leader.actions else None
-    wanted = GaugeMetricFamily("kvrelay_planner_wants", "1: the action that the planner wants now.", labels=["action"])
-    for kind in (Widen, Narrow, Start, Stop, Hold):
-        wanted.add_metric([kind.__name__.lower()], float(isinstance(action, kind)))
-    yield wanted
+    wanted = {(kind.__name__.lower(),): isinstance(action, kind) for kind in (Widen, Narrow, Start, Stop, Hold)}
+    text = "1: the action that the planner wants now."
+    yield _family("kvrelay_planner_wants", text, ("action",), wanted, GaugeMetricFamily)
     lateness = action.numbers.lateness if action is not None else 0.0
     yield GaugeMetricFamily(
         "kvrelay_planner_lateness_ratio", "Expected seconds beyond the objectives, per second.", value=lateness
@@ -346,13 +308,15 @@ def _planner_metrics(reports: Sequence[PlannerReport]) -> Iterator[Metric]:
     yield CounterMetricFamily("kvrelay_planner_changes", "Actions that the planner has carried out.", value=changes)
 
 
-def _by_model(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    return _counter(name, text, ("model",), {(model,): count for model, count in counts.items()})
+def _by_model(name: str, text: str, counts: Mapping[str, int], kind: _Kind = CounterMetricFamily) -> Metric:
+    return _family(name, text, ("model",), {(model,): count for model, count in counts.items()}, kind)
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, int]) -> CounterMetricFamily:
-    """A key of ``counts`` is a tuple with a value for each of the labels."""
-    family = CounterMetricFamily(name, text, labels=labels)
-    for values, count in counts.items():
-        family.add_metric(values, count)
+def _family(
+    name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float], kind: _Kind = CounterMetricFamily
+) -> Metric:
+    """A key of ``values`` is a tuple with a value for each of the labels."""
+    family = kind(name, text, labels=labels)
+    for of_labels, value in values.items():
+        family.add_metric(of_labels, value)
     return family

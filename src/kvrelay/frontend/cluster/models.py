@@ -216,14 +216,7 @@ class Model:
     def worker_states(self) -> list[WorkerState]:
         """The workers that take requests, in order of arrival."""
         return [
-            WorkerState(
-                worker_id=worker_id,
-                index=self.router.index_state(worker_id),
-                requests=link.counts.requests,
-                computed_tokens=link.counts.computed_tokens,
-                cached_tokens=link.counts.cached_tokens,
-                generated_tokens=link.counts.generated_tokens,
-            )
+            WorkerState(worker_id, self.router.index_state(worker_id), *msgspec.structs.astuple(link.counts))
             for worker_id, link in self._links.items()
         ]
 

@@ -20,18 +20,9 @@ from kvrelay.core.events import STALE_AFTER_S, Flow, TokenCounts
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, quantile_s
 from kvrelay.core.tier_stats import PEER
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.frontend.cluster.figures import (
-    COARSE_S,
-    HISTORY_S,
-    MINUTE_S,
-    NUM_COARSE,
-    Second,
-    WorkerTimes,
-    added,
-    added_up,
-    total_of,
-)
+from kvrelay.frontend.cluster.figures import COARSE_S, HISTORY_S, MINUTE_S, NUM_COARSE, WorkerTimes
 from kvrelay.frontend.cluster.frontends import KnownFrontend
+from kvrelay.frontend.cluster.seconds import GAUGES, Second, added, added_up, total_of
 from kvrelay.frontend.cluster.view import Member
 from kvrelay.placement.base import PrefillPlace
 
@@ -74,7 +65,7 @@ SHOWN_AS = {
     "num_blocks": "kv_total",
 }
 """JSON names of what load samples tell, of a worker and of all."""
-_SHOWN = (*SHOWN_AS, "kv_demand", "prefix_hit_rate")
+_OF_LOAD = (*SHOWN_AS, "kv_demand", "prefix_hit_rate")
 
 
 class WorkerView(msgspec.Struct, frozen=True, rename=SHOWN_AS):
@@ -120,6 +111,11 @@ class WorkerView(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     tokens_per_step: float = 1.0
     problem: str = ""
     refused_adapters: dict[str, str] = {}
+
+
+_OF_ENTRY = tuple(
+    name for name in WorkerView.__struct_fields__ if name in WorkerInfo.__struct_fields__ and name not in _OF_LOAD
+)
 
 
 class FlowView(msgspec.Struct, frozen=True):
@@ -258,21 +254,27 @@ class Totals(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     sessions_last_minute: SessionsView = SessionsView()
 
 
-class History(msgspec.Struct, frozen=True, rename=SHOWN_AS):
+def _column(name: str) -> str:
+    """A column's JSON name."""
+    others = {**SHOWN_AS, "num_output_tokens": "tokens", "num_late_first": "late_first_token"}
+    return others.get(name, name.removeprefix("num_"))
+
+
+class History(msgspec.Struct, frozen=True, rename=_column):
     """A column per figure, a row per ``step_s`` seconds, the oldest first. Counts are of the whole row. Quantiles of a
     second, and means of hand-offs, are over it and the nine before."""
 
     step_s: int
     unix_s: list[int]
-    requests: list[int]
-    answered: list[int]
-    refused: list[int]
-    failed: list[int]
-    in_time: list[int]
-    late_first_token: list[int]
-    late_gaps: list[int]
-    tokens: list[int]
-    prompt_tokens: list[int]
+    num_requests: list[int]
+    num_answered: list[int]
+    num_refused: list[int]
+    num_failed: list[int]
+    num_in_time: list[int]
+    num_late_first: list[int]
+    num_late_gaps: list[int]
+    num_output_tokens: list[int]
+    num_prompt_tokens: list[int]
     num_admitted: list[int]
     num_waiting: list[int]
     num_blocks_in_use: list[int]
@@ -281,7 +283,7 @@ class History(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     ttft_p95_ms: list[float | None]
     itl_p50_ms: list[float | None]
     itl_p95_ms: list[float | None]
-    cached_tokens: list[int]
+    num_cached_tokens: list[int]
     places: dict[str, list[int]]
     loaded_tokens: dict[str, list[int]]
     handoffs: list[int]
@@ -292,6 +294,10 @@ class History(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     workers_rss_bytes: list[int]
     frontends_cpu_s: list[float]
     frontends_rss_bytes: list[int]
+
+
+_OF_ROWS = [name for name in History.__struct_fields__ if name in Second.__struct_fields__]
+"""Columns that are fields of rows."""
 
 
 def worker_views(members: Iterable[Member], now_s: float) -> list[WorkerView]:
@@ -309,28 +315,14 @@ def _worker_view(member: Member, now_s: float) -> WorkerView:
         state = WorkerCondition.UNREACHED
     else:
         state = WorkerCondition.SILENT if (age_s or 0.0) > STALE_AFTER_S else WorkerCondition.READY
-    view = WorkerView(
-        info.worker_id,
-        info.role,
-        info.model,
-        state,
-        info.host,
-        info.engine,
-        info.release,
-        info.lease_ttl_s,
-        dp_group=info.dp_group,
-        dp_rank=info.dp_rank,
-        after_crash=info.after_crash,
-        adapters=info.adapters,
-        problem=member.problem,
-        refused_adapters=info.refused_adapters,
-    )
+    entry = {name: getattr(info, name) for name in _OF_ENTRY}
+    view = WorkerView(id=info.worker_id, state=state, problem=member.problem, **entry)
     if report is None or report.load is None or age_s is None:
         return view
     load, cost, tokens = report.load, report.load.step_cost, report.load.tokens or TokenCounts()
     return msgspec.structs.replace(
         view,
-        **{name: getattr(load, name) for name in _SHOWN},
+        **{name: getattr(load, name) for name in _OF_LOAD},
         age_s=age_s,
         waiting_for_s=0.0 if report.waiting_since_s is None else now_s - report.waiting_since_s,
         prefill_s_queued=None if cost is None else cost.prefill_seconds(load.num_prefill_tokens),
@@ -471,12 +463,9 @@ def totals(
         slo_ttft_ms=objectives.slo_ttft_ms,
         slo_itl_ms=objectives.itl_ms,
         in_flight=sum(frontend.in_flight for frontend in frontends),
-        num_admitted=sum(worker.num_admitted or 0 for worker in workers),
-        num_waiting=sum(worker.num_waiting or 0 for worker in workers),
+        **{name: sum(getattr(worker, name) or 0 for worker in workers) for name in GAUGES},
         prefill_queue=prefill_queue,
         prefill_queue_for_s=prefill_queue_for_s,
-        num_blocks_in_use=sum(worker.num_blocks_in_use or 0 for worker in workers),
-        num_blocks=sum(worker.num_blocks or 0 for worker in workers),
         num_flows=len(flows),
         flow_bytes=sum(flow.num_bytes for _, flow in flows),
         ttft_ms=_quantiles(LATENCY_BUCKETS_S, minute.ttft),
@@ -517,25 +506,11 @@ def history(rows: Sequence[Second], since: int, step_s: int = 1) -> History:
     means = _windowed_means(works, len(shown), num_rows)
     return History(
         step_s=step_s,
-        unix_s=[row.unix_s for row in shown],
-        requests=[row.num_requests for row in shown],
-        answered=[row.num_answered for row in shown],
-        refused=[row.num_refused for row in shown],
-        failed=[row.num_failed for row in shown],
-        in_time=[row.num_in_time for row in shown],
-        late_first_token=[row.num_late_first for row in shown],
-        late_gaps=[row.num_late_gaps for row in shown],
-        tokens=[row.num_output_tokens for row in shown],
-        prompt_tokens=[row.num_prompt_tokens for row in shown],
-        num_admitted=[row.num_admitted for row in shown],
-        num_waiting=[row.num_waiting for row in shown],
-        num_blocks_in_use=[row.num_blocks_in_use for row in shown],
-        num_blocks=[row.num_blocks for row in shown],
+        **{name: [getattr(row, name) for row in shown] for name in _OF_ROWS},
         ttft_p50_ms=[_quantile_ms(LATENCY_BUCKETS_S, counts, 0.5) for counts in ttft],
         ttft_p95_ms=[_quantile_ms(LATENCY_BUCKETS_S, counts, 0.95) for counts in ttft],
         itl_p50_ms=[_quantile_ms(TOKEN_BUCKETS_S, counts, 0.5) for counts in itl],
         itl_p95_ms=[_quantile_ms(TOKEN_BUCKETS_S, counts, 0.95) for counts in itl],
-        cached_tokens=[row.num_cached_tokens for row in shown],
         places=_columns([work.places for work in recent], [place.value for place in PLACES]),
         loaded_tokens=_columns([work.loaded for work in recent], MEDIA),
         handoffs=[work.handoffs.num for work in recent],

@@ -148,14 +148,10 @@ class WorkerLink:
 
     def abort(self, request_id: str) -> None:
         """End a request that the worker still computes."""
-        if self._requests.pop(request_id, None) is None:
-            return
-        try:
-            self._client.send(AbortRequest(request_id))
-        except WorkerUnavailableError as exc:
-            # The worker would continue this request, and every request that is aborted later.
-            self._break_off(f"cannot abort {request_id}: {exc}")
-        self._end_if_retired()
+        if self._requests.pop(request_id, None) is not None:
+            # Else the worker would continue this request, and every request that is aborted later.
+            self._send_or_break_off(AbortRequest(request_id), f"abort {request_id}")
+            self._end_if_retired()
 
     def session_paused(self, paused: SessionPaused) -> None:
         """Tell what the session of a request does that has ended. A hint: if it cannot be sent, it is left out."""
@@ -165,12 +161,8 @@ class WorkerLink:
 
     def prefill_lost(self, request_id: str) -> None:
         """The prefill worker of this paired request will not do its part."""
-        if request_id not in self._requests:
-            return
-        try:
-            self._client.send(PrefillLost(request_id))
-        except WorkerUnavailableError as exc:
-            self._break_off(f"cannot tell that the prefill of {request_id} is lost: {exc}")
+        if request_id in self._requests:
+            self._send_or_break_off(PrefillLost(request_id), f"tell that the prefill of {request_id} is lost")
 
     def retire(self) -> None:
         """The worker has left discovery: the connection ends with its last request."""
@@ -224,6 +216,12 @@ class WorkerLink:
             if receiver is not None:
                 _tell(receiver, receiver.refused, message)
                 self._end_if_retired()
+
+    def _send_or_break_off(self, message: Message, purpose: str) -> None:
+        try:
+            self._client.send(message)
+        except WorkerUnavailableError as exc:
+            self._break_off(f"cannot {purpose}: {exc}")
 
     def _break_off(self, reason: str) -> None:
         """End the connection. Its owner closes it, and the worker cancels the requests on it."""

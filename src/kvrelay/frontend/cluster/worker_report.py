@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvrelay.core.events import LoadMetrics, TokenCounts
 
 RATE_INTERVAL_S = 1.0
 """Rates are means over at least so long: a worker publishes up to 20 samples a second."""
 
 
-class WorkerReport:
+class WorkerReport(msgspec.Struct):
     """Times are monotonic."""
 
-    __slots__ = (
-        "_counted",
-        "_counted_s",
-        "_cpu_s",
-        "cpu_cores",
-        "generated_per_s",
-        "heard_s",
-        "load",
-        "prefilled_per_s",
-        "waiting_since_s",
-    )
-
-    def __init__(self) -> None:
-        self.load: LoadMetrics | None = None
-        self.heard_s: float | None = None
-        self.waiting_since_s: float | None = None
-        """Since when requests have waited there without a break; None: none waits."""
-        self.prefilled_per_s: float | None = None
-        """In tokens, as ``generated_per_s``; None: unknown."""
-        self.generated_per_s: float | None = None
-        self.cpu_cores: float | None = None
-        """That its processes have used on average; None: unknown."""
-        self._counted: TokenCounts | None = None
-        self._cpu_s: float | None = None
-        self._counted_s = 0.0
+    load: LoadMetrics | None = None
+    heard_s: float | None = None
+    waiting_since_s: float | None = None
+    """Since when requests have waited there without a break; None: none waits."""
+    prefilled_per_s: float | None = None
+    """In tokens, as ``generated_per_s``; None: unknown."""
+    generated_per_s: float | None = None
+    cpu_cores: float | None = None
+    """That its processes have used on average; None: unknown."""
+    _counted: TokenCounts | None = None
+    _cpu_s: float | None = None
+    _counted_s: float = 0.0
 
     def heard(self, load: LoadMetrics, now_s: float) -> None:
         """Take in a sample."""

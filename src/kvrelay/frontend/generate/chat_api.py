@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -27,13 +29,21 @@ class ChatTask(msgspec.Struct, frozen=True):
 
 
 class ChatApi(msgspec.Struct, frozen=True):
-    """``read`` and ``check_headers`` raise InvalidInputError. ``params`` maps names of a chat's fields to those of this
-    API, for errors. ``counted``: what a count of tokens has beside the number."""
+    """``kind``: of its bodies. ``chat_of`` raises InvalidInputError, as ``check_headers``; ``make_format`` gets the
+    body, too. ``params`` maps names of a chat's fields to those of this API, for errors. ``counted``: what a count of
+    tokens has beside the number."""
 
-    read: Callable[[bytes, FieldsCheck], ChatTask]
+    kind: type[msgspec.Struct]
+    chat_of: Callable[[Any], ChatCompletionRequest]
+    make_format: Callable[[Any, AnswerContext], AnswerFormat]
     params: Mapping[str, str] = {}
     check_headers: Callable[[Mapping[str, str]], None] = lambda headers: None
     counted: Mapping[str, str] = {}
+
+    def read(self, body: bytes, check_fields: FieldsCheck) -> ChatTask:
+        """Raises InvalidInputError."""
+        request = parse_body(body, self.kind, check_fields)
+        return ChatTask(self.chat_of(request), partial(self.make_format, request))
 
     @contextmanager
     def own_names(self) -> Iterator[None]:
@@ -45,9 +55,8 @@ class ChatApi(msgspec.Struct, frozen=True):
             raise
 
 
-def _read_chat(body: bytes, check_fields: FieldsCheck) -> ChatTask:
-    request = parse_body(body, ChatCompletionRequest, check_fields)
-    return ChatTask(request, lambda context: ChatFormat(context, echoed_message(request)))
-
-
-CHAT_COMPLETIONS = ChatApi(_read_chat)
+CHAT_COMPLETIONS = ChatApi(
+    ChatCompletionRequest,
+    lambda request: request,
+    lambda request, context: ChatFormat(context, echoed_message(request)),
+)

@@ -10,7 +10,6 @@ its sequence to the client's socket without a task or a queue in between. The co
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -38,20 +37,9 @@ from kvrelay.frontend.generate.answers import (
 )
 from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
 from kvrelay.frontend.generate.prompts import Prompt, chat_prompt, completion_prompts, counted_chat, read_completion
-from kvrelay.frontend.generate.sequence import Sequence, sequences_of
+from kvrelay.frontend.generate.sequence import Asked, Sequence, sequences_of
 from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json, with_extra
-from kvrelay.frontend.openai.answer_spec import (
-    DECISION_HEADER,
-    MAX_OBJECTIVE_MS,
-    MIN_OBJECTIVE_MS,
-    SLO_ITL_HEADER,
-    SLO_TTFT_HEADER,
-    TIMEOUT_HEADER,
-    AnswerSpec,
-    chat_spec,
-    check_timeout,
-    completion_spec,
-)
+from kvrelay.frontend.openai.answer_spec import TIMEOUT_HEADER, AnswerSpec, chat_spec, check_timeout, completion_spec
 from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, failure_of
 from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
@@ -62,10 +50,10 @@ from kvrelay.frontend.openai.requests import (
     KvHints,
     has_short_fields,
 )
-from kvrelay.frontend.side_threads import INLINE_SIZE, Pieces, SideThreads
+from kvrelay.frontend.side_threads import INLINE_SIZE, SideThreads
 from kvrelay.frontend.tools.chat_form import ChatForm, OutputParsers, chat_form
 from kvrelay.frontend.tools.dialects import known_markers
-from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.http import Exchange, Response
 from kvrelay.marks.kept import Kept
 from kvrelay.marks.trace import Trace
 from kvrelay.marks.waterfall import waterfall
@@ -118,14 +106,9 @@ class Pipeline:
         spec.check(model.vocab_size)
         client = exchange.request.client
         with self._admission.admitted(spec.n * len(items), client, self._keys.limits_of(client)):
-            prompts = await self._prepared(
-                exchange,
-                size,
-                completion_prompts(
-                    items, model, spec.add_special_tokens, with_texts=spec.echo, keep_last=spec.keep_last
-                ),
-                is_light=not spec.echo and all(isinstance(item, list) for item in items),
-            )
+            work = completion_prompts(items, model, spec.add_special_tokens, spec.echo, spec.keep_last)
+            is_light = not spec.echo and all(isinstance(item, list) for item in items)
+            prompts = await self._threads.run(size, work, partial(require_client, exchange), is_light=is_light)
             echoes = None
             if spec.echo:
                 echoes = [prompt.text or "" for prompt in prompts for _ in range(spec.n)]
@@ -148,7 +131,7 @@ class Pipeline:
             client = exchange.request.client
             with self._admission.admitted(spec.n, client, self._keys.limits_of(client)):
                 work = chat_prompt(request, model, form.functions, spec.keep_last)
-                prompts = await self._prepared(exchange, size, work)
+                prompts = await self._threads.run(size, work, partial(require_client, exchange))
                 context = AnswerContext(
                     request_id,
                     int(time.time()),
@@ -193,12 +176,6 @@ class Pipeline:
         markers = known_markers(tokenizer.markers, model.vocab_size)
         return chat_form(request, self._reading.dialect(tokenizer.chat_template), markers)
 
-    async def _prepared(
-        self, exchange: Exchange, size: int, work: Pieces[list[Prompt]], is_light: bool = False
-    ) -> list[Prompt]:
-        """The prompts of a request whose body has ``size`` bytes, unless its client goes away meanwhile."""
-        return await self._threads.run(size, work, partial(require_client, exchange), is_light=is_light)
-
     def _with_own_blocks(self, spec: AnswerSpec, client: str, adapter: str) -> AnswerSpec:
         """With everything on which the names of its KV blocks depend, beside its tokens."""
         salt = cache_salt_of(client, spec.sampling.cache_salt, is_shared=self._config.share_prefix_cache)
@@ -223,8 +200,7 @@ class Pipeline:
             trace.tokenised(model.name, sum(lengths))
         client = exchange.request.client
         limits = self._keys.limits_of(client)
-        spec = spec.within(limits, lengths)
-        spec = _with_objectives(spec, exchange.request)
+        spec = spec.within(limits, lengths).asked_by(client, exchange.request.headers)
         spec = self._with_own_blocks(spec, client, model.adapter_of(exchange.request.model))
         spec.check_prompts(lengths)
         timeout_s = self._timeout_s(exchange, spec)
@@ -233,9 +209,8 @@ class Pipeline:
         answer: StreamedAnswer | CollectedAnswer
         shown = partial(self._waterfall, exchange, trace)
         answer = StreamedAnswer(spec, form, exchange, headers, shown) if spec.stream else CollectedAnswer(spec)
-        sequences = sequences_of(
-            request_id, prompts, spec, model, answer, self._metrics, self._config.migration_limit, order, trace
-        )
+        limit = self._config.migration_limit
+        sequences = sequences_of(Asked(request_id, spec, model, answer, self._metrics, limit, order, trace), prompts)
         if trace is not None:
             trace.answering(lambda: sum(len(sequence.output_token_ids) for sequence in answer.sequences))
         tokens_per_minute = limits.tokens_per_minute or 0
@@ -312,31 +287,6 @@ def _tell_pause(sequences: Items[Sequence], called: list[str], hints: KvHints | 
         return
     told = hints.tool or "" if hints is not None else ""
     sequences[0].pause("+".join(sorted(set(called)))[:MAX_KIND_CHARS] if called else told, hints)
-
-
-def _with_objectives(spec: AnswerSpec, request: HttpRequest) -> AnswerSpec:
-    """The spec with the key's name and the objectives in the headers. Raises InvalidInputError."""
-    ttft_ms, itl_ms = _milliseconds(request, SLO_TTFT_HEADER), _milliseconds(request, SLO_ITL_HEADER)
-    explain = request.headers.get(DECISION_HEADER, "") not in ("", "0")
-    if not (request.client or ttft_ms or itl_ms or explain):
-        return spec
-    return replace(spec, tenant=request.client, slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, explain=explain)
-
-
-def _milliseconds(request: HttpRequest, header: str) -> float:
-    """0 if there is no such header."""
-    text = request.headers.get(header)
-    if text is None:
-        return 0.0
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not MIN_OBJECTIVE_MS <= value <= MAX_OBJECTIVE_MS:
-        raise InvalidInputError(
-            f"{header} must be milliseconds, {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:g}", param=header
-        )
-    return value
 
 
 def _texts(request: GenerationFields, model: Model) -> TokenTexts:

@@ -69,7 +69,8 @@ def completion_prompts(
         keep_last, enough = _kept(keep_last, model), sys.maxsize
     else:
         for text in texts:
-            _check_length(text, model)
+            if len(text) > _max_chars(model):
+                raise _too_long(f"The prompt's {len(text)} characters cannot fit.", model)
     encoded = iter((yield from model.tokenizer.encode_texts(texts, add_special_tokens, enough=enough)) if texts else ())
     prompts: list[Prompt] = []
     num_tokens = 0
@@ -204,11 +205,6 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[PromptItem]:
 def _max_chars(model: Model) -> int:
     """The most characters that can fit into the context. A longer text is refused without tokenizing it."""
     return model.tokenizer.max_chars_per_token * model.max_model_len
-
-
-def _check_length(text: str, model: Model) -> None:
-    if len(text) > _max_chars(model):
-        raise _too_long(f"The prompt's {len(text)} characters cannot fit.", model)
 
 
 def _kept(keep_last: int, model: Model) -> int:

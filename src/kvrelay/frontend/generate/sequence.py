@@ -23,11 +23,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from kvrelay.core.handoff import OrderPolicy, PrefixHolder
+from kvrelay.core.histogram import Histogram
 from kvrelay.core.messages import GenerateRequest, RequestRefused, SessionPaused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
@@ -70,26 +71,27 @@ class SequenceListener(Protocol):
     def failed(self, sequence: Sequence, error: KvrelayError) -> None: ...
 
 
+class Asked(NamedTuple):
+    """What all sequences of a request have in common."""
+
+    request_id: str
+    spec: AnswerSpec
+    model: Model
+    listener: SequenceListener
+    metrics: FrontendMetrics
+    migration_limit: int
+    order: OrderPolicy = OrderPolicy.DECODE_FIRST
+    trace: Trace | None = None
+
+
 class Sequence:
     """One choice of a request's answer, with the number ``index``. Implements ``OutputReceiver``.
 
     ``sampling`` is the spec's, with this choice's seed and limit on tokens.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        index: int,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        spec: AnswerSpec,
-        model: Model,
-        listener: SequenceListener,
-        metrics: FrontendMetrics,
-        migration_limit: int,
-        order: OrderPolicy,
-        trace: Trace | None = None,
-    ) -> None:
+    def __init__(self, asked: Asked, index: int, prompt: Prompt, sampling: SamplingParams) -> None:
+        spec, model, metrics = asked.spec, asked.model, asked.metrics
         self.index = index
         self.prompt_token_ids = prompt.token_ids
         self.sampling = sampling
@@ -102,21 +104,17 @@ class Sequence:
         self.num_migrations = 0
         self.ttft_s: float | None = None
         """From its start to its first token."""
-        self._request_id, self._spec = request_id, spec
-        self._model = model
+        self._request_id, self._spec, self._model = asked.request_id, spec, model
         self._text = AnswerText(spec, model.tokenizer, sampling.min_tokens, prompt.token_ids)
-        self._listener = listener
-        self._metrics = metrics
+        self._listener, self._metrics = asked.listener, metrics
         self._counts = metrics.of(model.name)
-        self._counts.arrived(len(prompt.token_ids))
-        self._gaps = self._counts.of_worker("").itl
-        """Where the times between its tokens count: of the worker that computes it."""
+        self._counts.traffic.arrived(len(prompt.token_ids))
+        self._gaps: Histogram
+        """Where the times between its tokens count: of the worker that computes it, once it has told a token."""
         self._gap_s, self._num_gaps = 0.0, 0
         """Of the latest tokens that came at another time than those before, how many, and the time of each."""
-        self._migration_limit = migration_limit
-        self._order = order
-        self._tokens_at_once = 1 if spec.stops else listener.tokens_at_once
-        self._trace = trace
+        self._migration_limit, self._order, self._trace = asked.migration_limit, asked.order, asked.trace
+        self._tokens_at_once = 1 if spec.stops else asked.listener.tokens_at_once
         self._traced = 0
         """The attempt's number in the trace."""
         self._must_be_local = sampling.must_prefill_locally
@@ -499,36 +497,15 @@ def _none_came(model: str, wait_s: float) -> WorkerUnavailableError:
     return WorkerUnavailableError(message, retry_after_s=RETRY_AFTER_S)
 
 
-def sequences_of(
-    request_id: str,
-    prompts: Items[Prompt],
-    spec: AnswerSpec,
-    model: Model,
-    listener: SequenceListener,
-    metrics: FrontendMetrics,
-    migration_limit: int,
-    order: OrderPolicy = OrderPolicy.DECODE_FIRST,
-    trace: Trace | None = None,
-) -> Iterator[Sequence]:
+def sequences_of(asked: Asked, prompts: Items[Prompt]) -> Iterator[Sequence]:
     """All choices in order: those of the first prompt, those of the second, ... Every prompt is checked at once.
 
     Raises PromptTooLongError, InvalidInputError.
     """
-    samplings = [spec.sampling_of(len(prompt.token_ids), model.max_model_len) for prompt in prompts]
+    spec = asked.spec
+    samplings = [spec.sampling_of(len(prompt.token_ids), asked.model.max_model_len) for prompt in prompts]
     return (
-        Sequence(
-            request_id,
-            number * spec.n + choice,
-            prompt,
-            choice_sampling(sampling, choice),
-            spec,
-            model,
-            listener,
-            metrics,
-            migration_limit,
-            order,
-            trace,
-        )
+        Sequence(asked, number * spec.n + choice, prompt, choice_sampling(sampling, choice))
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
         for choice in range(spec.n)
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -117,6 +117,14 @@ class AnswerSpec(msgspec.Struct, frozen=True):
             )
         return msgspec.structs.replace(self.sampling, max_tokens=wanted)
 
+    def asked_by(self, tenant: str, headers: Mapping[str, str]) -> AnswerSpec:
+        """The spec with the key's name, and what the request's headers ask for. Raises InvalidInputError."""
+        ttft_ms, itl_ms = _milliseconds(headers, SLO_TTFT_HEADER), _milliseconds(headers, SLO_ITL_HEADER)
+        explain = headers.get(DECISION_HEADER, "") not in ("", "0")
+        if not (tenant or ttft_ms or itl_ms or explain):
+            return self
+        return msgspec.structs.replace(self, tenant=tenant, slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, explain=explain)
+
     def within(self, limits: KeyLimits, prompt_lengths: Sequence[int]) -> AnswerSpec:
         """The spec for prompts of these lengths in tokens, if the key's limits allow it. Raises
         PayloadTooLargeError, and InvalidInputError for a priority that the key may not ask for.
@@ -151,6 +159,22 @@ class AnswerSpec(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             self, max_tokens=share if self.max_tokens is None else min(self.max_tokens, share)
         )
+
+
+def _milliseconds(headers: Mapping[str, str], name: str) -> float:
+    """0 if there is no such header. Raises InvalidInputError."""
+    text = headers.get(name)
+    if text is None:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not MIN_OBJECTIVE_MS <= value <= MAX_OBJECTIVE_MS:
+        raise InvalidInputError(
+            f"{name} must be milliseconds, {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:g}", param=name
+        )
+    return value
 
 
 def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
@@ -265,6 +289,15 @@ def check_timeout(timeout_s: float | None) -> float | None:
     return timeout_s
 
 
+_CONVERTED = {"max_tokens", "logit_bias", "stop_token_ids", "ignore_eos", "prompt_logprobs"}
+_SAMPLED = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationFields.__struct_fields__ and name not in _CONVERTED
+)
+"""Fields of a request that are its sampling's, as they are."""
+
+
 def _sampling(
     request: GenerationFields,
     defaults: DefaultSampling,
@@ -272,24 +305,16 @@ def _sampling(
     prompt_logprobs: int | None,
     constraint: Constraint | None,
 ) -> SamplingParams:
+    given: dict[str, Any] = {name: value for name in _SAMPLED if (value := getattr(request, name)) is not None}
     sampling = SamplingParams(
+        **{**defaults.given, **given},
         max_tokens=2**31 - 1,
-        min_tokens=_or(request.min_tokens, 0),
-        temperature=_or(request.temperature, _or(defaults.temperature, 1.0)),
-        top_k=_or(request.top_k, _or(defaults.top_k, 0)),
-        top_p=_or(request.top_p, _or(defaults.top_p, 1.0)),
-        min_p=_or(request.min_p, _or(defaults.min_p, 0.0)),
-        repetition_penalty=_or(request.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
-        presence_penalty=_or(request.presence_penalty, 0.0),
-        frequency_penalty=_or(request.frequency_penalty, 0.0),
         logit_bias=request.logit_bias or None,
-        seed=request.seed,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=constraint.grammar if constraint is not None else None,
-        cache_salt=request.cache_salt,
     )
     sampling.validate()
     return sampling

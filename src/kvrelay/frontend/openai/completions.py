@@ -38,7 +38,7 @@ from kvrelay.frontend.openai.logprobs import (
     prompt_logprobs_json,
     prompt_offsets,
 )
-from kvrelay.frontend.openai.requests import ToolCall, function_call
+from kvrelay.frontend.openai.requests import CalledFunction, ToolCall
 from kvrelay.frontend.tokens.detokenizer import Detokenizer
 
 _NO_LOGPROBS = b',"logprobs":null'
@@ -290,7 +290,7 @@ class ChatFormat(ChunkFormat):
 
     def _whole_choice(self, choice: Choice) -> ChatChoice:
         delta = _delta(self._context.new_parser(), choice.text, is_last=True)
-        calls = [function_call(self._call_id(), name, text) for name, text in whole_calls(delta)]
+        calls = [ToolCall(self._call_id(), CalledFunction(name, text)) for name, text in whole_calls(delta)]
         content = None if calls and not delta.content else self._echo + delta.content
         reasoning = delta.reasoning or UNSET
         return ChatChoice(

@@ -111,11 +111,6 @@ def openai_error(failure: Failure) -> bytes:
     return msgspec.json.encode(ErrorBody(ErrorDetail(failure.line, kind, failure.param, code)))
 
 
-def error_body(status: int, message: str, code: str | None = None) -> bytes:
-    """The JSON body in OpenAI's format, with the message in one line."""
-    return openai_error(Failure(status, message, code=code))
-
-
 def error_response(error: KvrelayError, shape: ErrorShape = openai_error) -> Response:
     """The whole answer, with Retry-After if a retry makes sense."""
     retry_after_s = getattr(error, "retry_after_s", None)

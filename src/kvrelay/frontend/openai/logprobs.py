@@ -35,10 +35,7 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
     bytes: list[int]
 
 
-class ChatPositionLogprobs(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class ChatPositionLogprobs(ChatTokenLogprob, frozen=True):
     top_logprobs: list[ChatTokenLogprob]
 
 
@@ -110,22 +107,14 @@ def completion_logprobs(
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], texts: TokenTexts) -> ChatLogprobs:
     """Shape of ``/v1/chat/completions``."""
-    return ChatLogprobs(
-        [
-            ChatPositionLogprobs(
-                texts.token_text(position.chosen.token_id),
-                _number(position.chosen),
-                list(texts.token_bytes(position.chosen.token_id)),
-                [
-                    ChatTokenLogprob(
-                        texts.token_text(top.token_id), _number(top), list(texts.token_bytes(top.token_id))
-                    )
-                    for top in position.top
-                ],
-            )
-            for position in positions
+    shown: list[ChatPositionLogprobs] = []
+    for position in positions:
+        chosen, *top = [
+            ChatTokenLogprob(texts.token_text(entry.token_id), _number(entry), list(texts.token_bytes(entry.token_id)))
+            for entry in (position.chosen, *position.top)
         ]
-    )
+        shown.append(ChatPositionLogprobs(chosen.token, chosen.logprob, chosen.bytes, top))
+    return ChatLogprobs(shown)
 
 
 def prompt_logprobs_json(

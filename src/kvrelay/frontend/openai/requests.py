@@ -7,7 +7,7 @@ Every string, list and map has a type of ``bounds``, which limits its length.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, Generic, TypeVar
@@ -338,25 +338,6 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: Name
     function: CalledFunction = CalledFunction("")
     type: Word = "function"
-
-
-def function_tool(
-    name: str, description: str | None, parameters: dict[str, object] | None, strict: bool | None = None
-) -> Tool:
-    return Tool("function", FunctionDefinition(name, description, parameters, strict))
-
-
-def function_choice(name: str) -> ToolChoice:
-    return ToolChoice("function", ChosenFunction(name))
-
-
-def allowed_choice(mode: str, names: Iterable[str]) -> ToolChoice:
-    tools = [AllowedTool("function", ChosenFunction(name)) for name in names]
-    return ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, tools))
-
-
-def function_call(call_id: str, name: str, arguments: str) -> ToolCall:
-    return ToolCall(call_id, CalledFunction(name, arguments))
 
 
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]

@@ -8,7 +8,7 @@ so that a new one appears by itself: ``num_granted`` of the hand-off ledger is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -38,6 +38,7 @@ from kvrelay.worker.reporting.stats import DecodeStats, RemoteCostStats, by_reas
 
 PREFIX = "kvrelay_worker_"
 R = TypeVar("R", EndReason, RefusalReason)
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 # A series must not appear with its first event: the rate of that event would be lost.
 _PLACES = {place.value: 0 for place in PrefillPlace}
 _REFUSALS = {kind.value: 0 for kind in RefusalKind}
@@ -215,32 +216,25 @@ def _cost_models(
     engine: EngineStats, remote: RemoteCostStats, transfer_error: float, group: str, label: str
 ) -> Iterator[Metric]:
     """What the fitted models hold, and how wrong they were lately."""
-    coefficients = GaugeMetricFamily(f"{PREFIX}{group}_seconds", "Fitted cost.", labels=(label, "coefficient"))
-    errors = GaugeMetricFamily(
-        f"{PREFIX}{group}_error_ratio", "Mean of |measured - predicted| / measured.", labels=(label,)
-    )
-    samples = CounterMetricFamily(f"{PREFIX}{group}_samples", "Measured times.", labels=(label,))
-    rejected = CounterMetricFamily(f"{PREFIX}{group}_samples_rejected", "Impossible times.", labels=(label,))
-    step = engine.load.step_cost or StepCost()
-    for model, cost in (("step", step), ("remote", remote.cost)):
-        for name, value in msgspec.structs.asdict(cost).items():
-            if name.endswith("_s"):
-                coefficients.add_metric((model, name.removesuffix("_s")), value)
-    errors.add_metric(("step",), engine.step_cost_error)
-    errors.add_metric(("remote",), remote.error)
-    errors.add_metric(("transfer",), transfer_error)
-    samples.add_metric(("step",), engine.num_step_samples)
-    samples.add_metric(("remote",), remote.num_samples)
-    rejected.add_metric(("step",), engine.num_step_samples_rejected)
-    rejected.add_metric(("remote",), remote.num_rejected)
-    yield from (coefficients, errors, samples, rejected)
+    coefficients = {
+        (model, name.removesuffix("_s")): value
+        for model, cost in (("step", engine.load.step_cost or StepCost()), ("remote", remote.cost))
+        for name, value in msgspec.structs.asdict(cost).items()
+        if name.endswith("_s")
+    }
+    yield _labelled(f"{group}_seconds", "Fitted cost.", (label, "coefficient"), coefficients, GaugeMetricFamily)
+    errors = {"step": engine.step_cost_error, "remote": remote.error, "transfer": transfer_error}
+    text = "Mean of |measured - predicted| / measured."
+    yield _by_label(f"{group}_error_ratio", text, label, errors, GaugeMetricFamily)
+    samples = {"step": engine.num_step_samples, "remote": remote.num_samples}
+    yield _by_label(f"{group}_samples", "Measured times.", label, samples)
+    rejected = {"step": engine.num_step_samples_rejected, "remote": remote.num_rejected}
+    yield _by_label(f"{group}_samples_rejected", "Impossible times.", label, rejected)
 
 
 def _cost_source(engine: EngineStats) -> Metric:
-    family = GaugeMetricFamily(PREFIX + "step_cost_source", "Where the cost of a step comes from.", labels=("source",))
-    for source in CostSource:
-        family.add_metric((source.value,), float(source is engine.load.step_cost_source))
-    return family
+    sources = {source.value: source is engine.load.step_cost_source for source in CostSource}
+    return _by_label("step_cost_source", "Where the cost of a step comes from.", "source", sources, GaugeMetricFamily)
 
 
 def _cost_decisions(remote: RemoteCostStats) -> Iterator[Metric]:
@@ -259,10 +253,8 @@ def _transfers(transfer: TransferStats) -> Iterator[Metric]:
         "transfer_seconds": ("seconds", "From submission to end, waiting included."),
     }
     for name, (field, text) in fields.items():
-        family = CounterMetricFamily(PREFIX + name, text, labels=("op",))
-        for op in TransferOp:
-            family.add_metric((op.value,), sum(getattr(peer, field) for peer in transfer.peers if peer.op is op))
-        yield family
+        counts = {op.value: sum(getattr(peer, field) for peer in transfer.peers if peer.op is op) for op in TransferOp}
+        yield _by_label(name, text, "op", counts)
 
 
 def _p2p(counters: P2pCounters) -> Iterator[Metric]:
@@ -318,16 +310,12 @@ def _tiers(tiers: TierStats, group: str) -> Iterator[Metric]:
         "stored_blocks": ("num_stored", "Blocks written."),
     }
     for name, (field, text) in numbers.items():
-        family = CounterMetricFamily(f"{PREFIX}{group}_{name}", text, labels=("medium",))
-        for medium, store in tiers.stores.items():
-            family.add_metric((medium,), getattr(store, field))
-        yield family
+        counted = {medium: getattr(store, field) for medium, store in tiers.stores.items()}
+        yield _by_label(f"{group}_{name}", text, "medium", counted)
     for name, text in (("misses", "Reads that failed."), ("drops", "Evicted blocks that were not written.")):
-        family = CounterMetricFamily(f"{PREFIX}{group}_{name}", text, labels=("medium", "reason"))
-        for medium, store in tiers.stores.items():
-            for reason, count in dict(getattr(store, name)).items():
-                family.add_metric((medium, reason), count)
-        yield family
+        stores = [(medium, dict(getattr(store, name))) for medium, store in tiers.stores.items()]
+        reasons = {(medium, reason): count for medium, found in stores for reason, count in found.items()}
+        yield _labelled(f"{group}_{name}", text, ("medium", "reason"), reasons)
 
 
 def _counts(group: str, title: str, counts: DecodeStats | PrefillCounters | DecodeCounters) -> Iterator[Metric]:
@@ -342,10 +330,19 @@ def _by_reason(name: str, text: str, reasons: type[R], counts: Mapping[R, int]) 
     return _by_label(name, text, "reason", by_reason({**dict.fromkeys(reasons, 0), **counts}))
 
 
-def _by_label(name: str, text: str, label: str, counts: Mapping[str, int] | Mapping[RefusalKind, int]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
-    for value, count in dict(counts).items():
-        family.add_metric((value,), count)
+def _by_label(
+    name: str, text: str, label: str, values: Mapping[str, float], kind: _Kind = CounterMetricFamily
+) -> Metric:
+    return _labelled(name, text, (label,), {(of_label,): value for of_label, value in dict(values).items()}, kind)
+
+
+def _labelled(
+    name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float], kind: _Kind = CounterMetricFamily
+) -> Metric:
+    """A key of ``values`` is a tuple with a value for each of the labels."""
+    family = kind(PREFIX + name, text, labels=labels)
+    for of_labels, value in values.items():
+        family.add_metric(of_labels, value)
     return family
 
 
