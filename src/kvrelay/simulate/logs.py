@@ -58,8 +58,7 @@ def read_log(path: Path) -> Iterator[TraceRecord] | None:
         return None
     if is_json and set(names) >= set(_AccessLine.__struct_fields__):
         return iter(sorted(_access_lines(path), key=lambda record: record.timestamp_s))
-    columns = columns_of(names)
-    if columns is None:
+    if (columns := columns_of(names)) is None:
         return None
     return _records(columns, located_json_lines(path, dict[str, Any]) if is_json else csv_rows(path))
 
