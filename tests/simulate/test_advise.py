@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from kvrelay.cli.main import run
 from kvrelay.core.step_cost import StepCost
 from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.placement.base import Objectives
+from kvrelay.simulate import pool
 from kvrelay.simulate.advice_shown import page_of, text_of, write_page
 from kvrelay.simulate.advise import MAX_FACTOR, Advice, advise, candidates_for, search_highest
 from kvrelay.simulate.advise_command import read_costs_by_tp
@@ -349,6 +352,29 @@ def test_processes_end_with_an_error() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert multiprocessing.active_children() == []
+
+
+def test_a_process_that_is_being_started_does_not_hear_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its imports would end with a traceback. It inherits the blocked signals until it has begun."""
+    blocked: list[bool] = []
+
+    def blocks() -> bool:
+        return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    class Executor(contextlib.AbstractContextManager[Any]):
+        def __init__(self, *_: object) -> None: ...
+
+        def submit(self, *_: object) -> object:
+            blocked.append(blocks())
+            return object()
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", Executor)
+    with runner(Setting(((0, load(3, 1.0, 400, 2)),), {1: Costs()}, LOOSE), 2) as runs:
+        runs.submit(Trial(TOGETHER, 3))
+    assert blocked == [True]
+    assert not blocks()
 
 
 def test_the_table_has_a_row_for_each_finalist() -> None:

@@ -31,6 +31,8 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
         ('{"frontend_token_s": 1e308}', "frontend_token_s.* at most an hour"),
         ('{"link_bytes_per_s": 0}', "above 0"),
         ('{"spread": 3}', "at most 2"),
+        ('{"kv_tokens": 100000001}', "kv_tokens.* must be at most 100,000,000"),
+        ('{"token_bytes": 100000000000000000000}', "token_bytes.* must be at most 100,000,000"),
         ('{"version": 2}', "version 2 is unknown"),
         ('{"start_s": "soon"}', "start_s"),
         ('{"step": {"step_s": 1e300}}', "together at most an hour"),

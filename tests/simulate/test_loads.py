@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +164,7 @@ def test_a_time_scale_has_bounds(tmp_path: Path, scale: float) -> None:
         (AZURE + "2023-11-16 18:15:46+00:00,5,44\n2023-11-16 18:15:47,5,44\n", ":3: not a row"),
         (AZURE + '2023-11-16 18:15:46,"' + "5" * 200_000 + '",44\n', ":2: field larger than"),
         ((MOONCAKE % 0).replace("600", "1" + "0" * 12), "possible are 1 to 10,000,000"),
+        ((MOONCAKE % 0).replace("600", "1" + "0" * 400), "possible are 1 to 10,000,000"),
         (HEADER.replace('"m"', "5"), "line 1: Expected `str`"),
         (HEADER.replace("{}", "{}, 1"), "line 1: JSON is malformed"),
         (HEADER, "is empty: no request in it"),
@@ -192,12 +195,36 @@ def test_a_bad_trace_is_refused_in_one_line(tmp_path: Path, text: str, said: str
     assert "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize("line", [b'{"a": "\xff"}\n', b"\xff\xfe,1,2\n", b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize("line", [b'{"a": "\xff"}\n', b"\xff\xfe,1,2\n", b"[" * 200_000 + b"\n", b"1\r2,3\n"])
 def test_bytes_that_are_no_text_are_no_trace(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "bad"
     path.write_bytes(line)
     with pytest.raises(InvalidInputError, match="no known trace"):
         trace_arrivals(path)
+
+
+@pytest.mark.parametrize("text", [MOONCAKE % 0, AZURE + "2023-11-16 18:15:46,600,5\n", "time,isl,osl\n1,600,5\n"])
+def test_the_mark_that_spreadsheets_write_at_the_beginning_is_no_text(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "exported"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert [one.prompt_tokens for one in trace_arrivals(path)] == [600]
+
+
+def test_a_compressed_trace_is_told_to_be_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl.gz"
+    path.write_bytes(gzip.compress((MOONCAKE % 0).encode()))
+    with pytest.raises(InvalidInputError, match=r"m\.jsonl\.gz is compressed; unpack it first \(gunzip\)"):
+        trace_arrivals(path)
+
+
+def test_what_cannot_be_read_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)
+    os.write(writer, (MOONCAKE % 0).encode())
+    with pytest.raises(InvalidInputError, match=r"pipe is no file, and is read twice; write it to a file first"):
+        trace_arrivals(path)
+    os.close(writer)
 
 
 @pytest.mark.parametrize("kind", KINDS)

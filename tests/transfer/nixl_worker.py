@@ -12,6 +12,7 @@ import json
 import queue
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -36,6 +37,12 @@ def memory_functions() -> list[bytes]:
     library = ctypes.CDLL(None)
     functions = (library.mmap, library.munmap, library.mremap, library.shmat, library.shmdt, library.madvise)
     return [ctypes.string_at(ctypes.cast(function, ctypes.c_void_p).value or 0, 16) for function in functions]
+
+
+def caught_signals() -> int:
+    """A bit for each that has a handler, whether of Python or of a library; without the C library's own, from 32."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt")) & 0x7FFFFFFF
 
 
 class Worker:
@@ -80,11 +87,12 @@ class Worker:
 
 
 def main() -> None:
-    before = memory_functions()
+    before, signals = memory_functions(), caught_signals()
     worker = Worker(sys.argv[1], msgspec.json.decode(sys.argv[2], type=TransferConfig))
     blob = base64.b64encode(msgspec.msgpack.encode(worker.metadata)).decode()
     is_hooked = memory_functions() != before
-    say({"metadata": blob, "torch": "torch" in sys.modules, "threads": threading.active_count(), "hooked": is_hooked})
+    hello = {"torch": "torch" in sys.modules, "threads": threading.active_count(), "hooked": is_hooked}
+    say({"metadata": blob, **hello, "keeps_signals": caught_signals() == signals})
     for line in sys.stdin:
         worker.perform(json.loads(line))
     worker.thread.close()

@@ -141,6 +141,7 @@ def test_blocks_cross_in_both_directions(start: Callable[..., tuple[Parent, Chil
     parent, child = start(TransferConfig(transfer_timeout_s=60.0, ucx_tls=ucx_tls))
     assert child.hello["torch"] is False, "the transfer room must not import torch"
     assert child.hello["hooked"] is (ucx_tls != "auto"), "our own transports need no memory hooks; others may"
+    assert child.hello["keeps_signals"] is True, "SIGHUP ends a worker; to UCX it means to log at level debug"
     rng = np.random.default_rng(5)
     for round_ in range(8):
         count = int(rng.integers(1, NUM_BLOCKS))

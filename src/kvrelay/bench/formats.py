@@ -128,9 +128,8 @@ def detect_format(path: Path) -> FileFormat:
     """Detect the format by the name and the first record. Raises InvalidInputError if the file cannot be read."""
     if path.suffix == ".parquet":
         return FileFormat.LMSYS
-    with opened(path) as lines:
-        first = next((line for line in lines if line.strip()), b"")
-    if first.lstrip().startswith(b"["):
+    first = first_line(path)
+    if first.startswith(b"["):
         return FileFormat.SHAREGPT
     for key, found in (
         (b'"hash_ids"', FileFormat.MOONCAKE),
@@ -138,7 +137,7 @@ def detect_format(path: Path) -> FileFormat:
         (b'"messages"', FileFormat.MESSAGES),
         (b'"instruction"', FileFormat.DOLLY),
     ):
-        if first.lstrip().startswith(b"{") and key in first:
+        if first.startswith(b"{") and key in first:
             return found
     if path.suffix in (".json", ".jsonl"):
         raise InvalidInputError(f"{path}: the first record is of no known format; name one with --format")
@@ -189,9 +188,7 @@ def located_json_lines(path: Path, item: type[_T]) -> Iterator[tuple[str, _T]]:
 
 
 def _read_sharegpt(path: Path) -> Iterator[list[ChatTurn]]:
-    with opened(path) as lines:
-        is_array = next((line for line in lines if line.strip()), b"").lstrip().startswith(b"[")
-    if not is_array:
+    if not first_line(path).startswith(b"["):
         return (item.turns() for item in json_lines(path, _ShareItem))
     try:
         return (item.turns() for item in msgspec.json.decode(path.read_bytes(), type=list[_ShareItem]))
@@ -237,29 +234,29 @@ def _read_mooncake(path: Path) -> Iterator[TraceRecord]:
 
 def _read_azure(path: Path) -> Iterator[TraceRecord]:
     epoch: datetime | None = None
-    with opened(path) as lines:
-        for where, row in csv_rows(path, lines):
-            try:
-                # Seven decimals are written; datetime reads six.
-                moment = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
-                epoch = moment if epoch is None else epoch
-                time_s = (moment - epoch).total_seconds()
-                input_len, output_len = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            except (KeyError, ValueError, TypeError, AttributeError) as exc:
-                raise InvalidInputError(f"{where}: not a row of TIMESTAMP,ContextTokens,GeneratedTokens") from exc
-            if min(input_len, output_len) < 0:
-                raise InvalidInputError(f"{where}: a request of {input_len} and {output_len} tokens is none; remove it")
-            yield TraceRecord(time_s, max(1, input_len), max(1, output_len))
+    for where, row in csv_rows(path):
+        try:
+            # Seven decimals are written; datetime reads six.
+            moment = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
+            epoch = moment if epoch is None else epoch
+            time_s = (moment - epoch).total_seconds()
+            input_len, output_len = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        except (KeyError, ValueError, TypeError, AttributeError) as exc:
+            raise InvalidInputError(f"{where}: not a row of TIMESTAMP,ContextTokens,GeneratedTokens") from exc
+        if min(input_len, output_len) < 0:
+            raise InvalidInputError(f"{where}: a request of {input_len} and {output_len} tokens is none; remove it")
+        yield TraceRecord(time_s, max(1, input_len), max(1, output_len))
 
 
-def csv_rows(path: Path, lines: Iterator[bytes]) -> Iterator[tuple[str, dict[str, str]]]:
+def csv_rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Each row by the names of the first line, with its place for errors. Raises InvalidInputError."""
-    rows = csv.DictReader(line.decode(errors="replace") for line in lines)
-    try:
-        for row in rows:
-            yield f"{path}:{rows.line_num}", row
-    except csv.Error as exc:
-        raise InvalidInputError(f"{path}:{rows.line_num + 1}: {exc}") from exc
+    with opened(path) as lines:
+        rows = csv.DictReader(line.decode(errors="replace") for line in lines)
+        try:
+            for row in rows:
+                yield f"{path}:{rows.line_num}", row
+        except csv.Error as exc:
+            raise InvalidInputError(f"{path}:{rows.line_num + 1}: {exc}") from exc
 
 
 def not_empty(path: Path, records: Iterator[_T]) -> Iterator[_T]:
@@ -272,9 +269,22 @@ def not_empty(path: Path, records: Iterator[_T]) -> Iterator[_T]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Iterator[bytes]]:
+    """The lines, without the mark (BOM) that spreadsheets write before the first one. Raises InvalidInputError."""
     try:
         file = path.open("rb")
     except OSError as exc:
         raise InvalidInputError(f"cannot read {path}: {exc.strerror}") from exc
     with file:
+        if file.peek(2).startswith(b"\x1f\x8b"):
+            raise InvalidInputError(f"{path} is compressed; unpack it first (gunzip)")
+        file.read(3 if file.peek(3).startswith(b"\xef\xbb\xbf") else 0)
         yield file
+
+
+def first_line(path: Path) -> bytes:
+    """The first that is not blank, stripped; empty if there is none. Raises InvalidInputError, also for a pipe or a
+    device: the first line is read twice, and a device may have no end."""
+    with opened(path) as lines:
+        if not path.is_file():
+            raise InvalidInputError(f"{path} is no file, and is read twice; write it to a file first")
+        return next(filter(None, map(bytes.strip, lines)), b"")

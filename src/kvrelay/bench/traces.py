@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvrelay.bench.formats import TraceRecord, csv_rows, json_lines, not_empty, opened, read_azure, read_mooncake
+from kvrelay.bench.formats import TraceRecord, csv_rows, first_line, json_lines, not_empty, read_azure, read_mooncake
 from kvrelay.errors import InvalidInputError
 
 BAILIAN_TOKENS = 16
@@ -45,20 +45,19 @@ def read_trace(path: Path) -> Iterator[TraceRecord]:
     """The trace's requests in the file's order; the format is found by the first line. Raises InvalidInputError."""
     readers: dict[TraceFormat, Callable[[Path], Iterator[TraceRecord]]] = {
         TraceFormat.MOONCAKE: read_mooncake,
-        TraceFormat.BAILIAN: read_bailian,
+        TraceFormat.BAILIAN: _read_bailian,
         TraceFormat.AZURE: read_azure,
-        TraceFormat.BURST_GPT: read_burst_gpt,
+        TraceFormat.BURST_GPT: _read_burst_gpt,
     }
     return not_empty(path, readers[detect_trace(path)](path))
 
 
 def detect_trace(path: Path) -> TraceFormat:
     """Raises UnknownTraceError for a file of another kind."""
-    with opened(path) as lines:
-        first = next((line for line in lines if line.strip()), b"")
+    first = first_line(path)
     if not first:
         raise InvalidInputError(f"{path} is empty: no record in it")
-    if first.lstrip().startswith(b"{"):
+    if first.startswith(b"{"):
         if b'"chat_id"' in first:
             return TraceFormat.BAILIAN
         if b'"timestamp"' in first and b'"input_length"' in first:
@@ -84,12 +83,11 @@ def read_bailian(path: Path) -> Iterator[TraceRecord]:
 
 def read_burst_gpt(path: Path) -> Iterator[TraceRecord]:
     """A BurstGPT trace: seconds and lengths. Rows without an answer are failed requests and left out."""
-    with opened(path) as lines:
-        for where, row in csv_rows(path, lines):
-            try:
-                time_s = float(row["Timestamp"])
-                input_len, output_len = int(row["Request tokens"]), int(row["Response tokens"])
-            except (KeyError, ValueError, TypeError) as exc:
-                raise InvalidInputError(f"{where}: not a row of Timestamp,Request tokens,Response tokens") from exc
-            if output_len > 0:
-                yield TraceRecord(time_s, input_len, output_len)
+    for where, row in csv_rows(path):
+        try:
+            time_s = float(row["Timestamp"])
+            input_len, output_len = int(row["Request tokens"]), int(row["Response tokens"])
+        except (KeyError, ValueError, TypeError) as exc:
+            raise InvalidInputError(f"{where}: not a row of Timestamp,Request tokens,Response tokens") from exc
+        if output_len > 0:
+            yield TraceRecord(time_s, input_len, output_len)

@@ -16,7 +16,7 @@ from kvrelay.core.step_cost import MAX_COST_S, StepCost
 from kvrelay.errors import ConfigError
 from kvrelay.simulate.shipped import SHIPPED, shipped_names
 
-MAX_KV_TOKENS = 100_000_000
+MAX_COUNT = 100_000_000
 """The simulator keeps an entry for each block."""
 
 
@@ -113,7 +113,7 @@ def check_costs(costs: Costs, source: str) -> None:
                 raise ConfigError(f"costs {source}: `$.{name}` must be above 0", param="costs")
         elif name.endswith("_s") and value > MAX_COST_S:
             raise ConfigError(f"costs {source}: `$.{name}` must be at most an hour, got {value:g} s", param="costs")
-    if costs.kv_tokens > MAX_KV_TOKENS:
-        raise ConfigError(f"costs {source}: `$.kv_tokens` must be at most {MAX_KV_TOKENS:,}", param="costs")
+        elif name in ("kv_tokens", "token_bytes") and value > MAX_COUNT:
+            raise ConfigError(f"costs {source}: `$.{name}` must be at most {MAX_COUNT:,}", param="costs")
     if max(costs.spread, costs.prefill_spread) > 2.0:
         raise ConfigError(f"costs {source}: spreads must be at most 2", param="costs")

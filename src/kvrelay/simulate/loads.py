@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvrelay.bench.formats import TraceRecord, not_empty, opened
+from kvrelay.bench.formats import TraceRecord, first_line, not_empty
 from kvrelay.bench.load.request import random_arrivals
 from kvrelay.bench.traces import UnknownTraceError, read_trace
 from kvrelay.config.loading import nearest
@@ -86,8 +86,7 @@ def _records(path: Path) -> Iterator[TraceRecord]:
 
 def is_recording(path: Path) -> bool:
     """Whether the file is of ``kvrelay worker --record-steps``. Raises InvalidInputError if it cannot be read."""
-    with opened(path) as lines:
-        return next(lines, b"").startswith(b'{"type":"header"')
+    return first_line(path).startswith(b'{"type":"header"')
 
 
 def recorded_arrivals(path: Path) -> list[RecordedArrival]:
@@ -147,8 +146,8 @@ def _check(path: Path, number: int, record: TraceRecord, last_s: float) -> None:
         )
     if not 1 <= record.input_len <= MAX_TOKENS or not 0 <= record.output_len <= MAX_TOKENS:
         raise InvalidInputError(
-            f"{where} has a prompt of {record.input_len:g} tokens and an answer of {record.output_len:g}; "
-            f"remove it (possible are 1 to {MAX_TOKENS:,}; requests with an answer of 0 are left out)"
+            f"{where} has a prompt or an answer of an impossible length; remove it (possible are 1 to {MAX_TOKENS:,} "
+            "tokens; requests with an answer of 0 are left out)"
         )
     # A prompt longer than its ids has an end of its own; the reverse is a wrong block size.
     if (len(record.hash_ids) - 1) * record.hash_tokens >= record.input_len:

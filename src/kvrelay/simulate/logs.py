@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.bench.formats import TraceRecord, csv_rows, json_lines, located_json_lines, opened
+from kvrelay.bench.formats import TraceRecord, csv_rows, first_line, json_lines, located_json_lines
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import InvalidInputError
 
@@ -49,20 +49,18 @@ class _AccessLine(msgspec.Struct):
 
 def read_log(path: Path) -> Iterator[TraceRecord] | None:
     """The file's requests by time; None if it is no such log. Raises InvalidInputError, which names line and field."""
-    with opened(path) as lines:
-        first = next((line for line in lines if line.strip()), b"").strip()
-    if first.startswith(b"{"):
-        try:
-            fields = msgspec.json.decode(first, type=dict[str, Any])
-        except UNREADABLE:
-            return None
-        if fields.keys() >= set(_AccessLine.__struct_fields__):
-            return iter(sorted(_access_lines(path), key=lambda record: record.timestamp_s))
-        columns = columns_of(list(fields))
-        return None if columns is None else _records(columns, located_json_lines(path, dict[str, Any]))
-    names = next(csv.reader([first.decode(errors="replace")]), [])
-    columns = columns_of(names) if len(names) > 1 else None
-    return None if columns is None else _csv_records(path, columns)
+    first = first_line(path)
+    is_json = first.startswith(b"{")
+    try:
+        in_csv = csv.reader([first.decode(errors="replace")])
+        names = list(msgspec.json.decode(first, type=dict[str, Any]) if is_json else next(in_csv, []))
+    except (*UNREADABLE, csv.Error):
+        return None
+    if is_json and set(names) >= set(_AccessLine.__struct_fields__):
+        return iter(sorted(_access_lines(path), key=lambda record: record.timestamp_s))
+    if (columns := columns_of(names)) is None:
+        return None
+    return _records(columns, located_json_lines(path, dict[str, Any]) if is_json else csv_rows(path))
 
 
 def columns_of(names: Sequence[str]) -> dict[str, str] | None:
@@ -89,11 +87,6 @@ def _access_lines(path: Path) -> Iterator[TraceRecord]:
         if item.prompt_tokens or str(item.status) >= "400":
             arrived_s = item.time.timestamp() - item.duration_s
             yield TraceRecord(arrived_s, item.prompt_tokens or 1, item.output_tokens or 0)
-
-
-def _csv_records(path: Path, columns: Mapping[str, str]) -> Iterator[TraceRecord]:
-    with opened(path) as lines:
-        yield from _records(columns, csv_rows(path, lines))
 
 
 def _records(columns: Mapping[str, str], rows: Iterator[tuple[str, Mapping[str, Any]]]) -> Iterator[TraceRecord]:

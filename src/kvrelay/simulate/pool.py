@@ -66,7 +66,12 @@ class _RunsInProcesses:
         self._running: dict[Future[Outcome], Trial] = {}
 
     def submit(self, trial: Trial) -> None:
-        self._running[self._executor.submit(_run_shared, trial)] = trial
+        # A process that this starts inherits the mask: Ctrl-C would end its imports with a traceback. See _begin.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._running[self._executor.submit(_run_shared, trial)] = trial
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def results(self) -> Iterator[tuple[Trial, Outcome]]:
         while self._running:
@@ -96,7 +101,7 @@ def runner(setting: Setting, num_processes: int) -> Iterator[Runner]:
     if num_processes <= 1:
         yield RunsHere(setting)
         return
-    others = {child.pid for child in multiprocessing.active_children()}
+    others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, context, _begin, (setting,)) as executor:
         runs = _RunsInProcesses(executor, num_processes)
@@ -104,19 +109,18 @@ def runner(setting: Setting, num_processes: int) -> Iterator[Runner]:
             yield runs
         except BaseException:
             runs.cancel()
-            for child in multiprocessing.active_children():
-                if child.pid not in others:
-                    child.terminate()
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()
             raise
 
 
 def _begin(setting: Setting) -> None:
     """A process begins: Ctrl-C ends it without a word, and so does the end of its parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # What simulated workers warn of is part of the outcome.
     logging.getLogger("kvrelay.worker").setLevel(logging.ERROR)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent := multiprocessing.parent_process():
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     _shared.append(setting)
     gc.freeze()

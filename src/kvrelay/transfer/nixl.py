@@ -217,6 +217,8 @@ class NixlTransport(Transport):
         # Every failure reaches us as a status or an exception; the libraries' lines on stderr would repeat it.
         os.environ["UCX_LOG_LEVEL"] = "fatal"
         os.environ["NIXL_LOG_LEVEL"] = "FATAL"
+        # Else SIGHUP, which ends a worker, would be UCX's: from then on it logs at level debug.
+        os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
         try:
             from nixl_cu13 import _bindings
         except ImportError as exc:

@@ -23,12 +23,15 @@ def to_json(value: object) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write under another name first, so that an interrupted write leaves no partial result."""
+    """Write under another name first, so that an interrupted write leaves no partial result. What is no file is
+    written to as it is: root may replace even ``/dev/null``, and ``/dev/stdout`` is a link."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
+        is_kept = path.is_symlink() or (path.exists() and not path.is_file())
+        part = path if is_kept else path.with_name(path.name + ".part")
         part.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
-        os.replace(part, path)
+        if not is_kept:
+            os.replace(part, path)
     except OSError as exc:
         raise InvalidInputError(f"cannot write {path}: {exc.strerror}", param="output") from exc
 

@@ -32,6 +32,7 @@ def let_progress_thread_sleep(bindings: Any) -> None:
 def _prepare() -> None:
     # vLLM sets it, but only before NIXL is imported.
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # else SIGHUP makes UCX log at level debug
     try:
         api = importlib.import_module("nixl._api")
     except ImportError:
