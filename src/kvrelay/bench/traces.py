@@ -45,9 +45,9 @@ def read_trace(path: Path) -> Iterator[TraceRecord]:
     """The trace's requests in the file's order; the format is found by the first line. Raises InvalidInputError."""
     readers: dict[TraceFormat, Callable[[Path], Iterator[TraceRecord]]] = {
         TraceFormat.MOONCAKE: read_mooncake,
-        TraceFormat.BAILIAN: _read_bailian,
+        TraceFormat.BAILIAN: read_bailian,
         TraceFormat.AZURE: read_azure,
-        TraceFormat.BURST_GPT: _read_burst_gpt,
+        TraceFormat.BURST_GPT: read_burst_gpt,
     }
     return not_empty(path, readers[detect_trace(path)](path))
 

@@ -170,8 +170,8 @@ class StepPace(msgspec.Struct, frozen=True):
         are_prompts_late: bool = False,
     ) -> StepPace:
         """The pace that keeps these objectives, each the shortest of its kind, 0 if there is none: between tokens of
-        answers, ``yielding_itl_s`` of those that yield to late prompts, and for the first tokens of prompts. ``spread``: of
-        the steps with prefills."""
+        answers, ``yielding_itl_s`` of those that yield to late prompts, and for the first tokens of prompts.
+        ``spread``: of the steps with prefills."""
         yielding_itl_s *= LATE_FACTOR if are_prompts_late else 1.0
         shortest_s = min([limit_s for limit_s in (itl_s, yielding_itl_s) if limit_s != 0.0], default=0.0)
         most_s = TIGHT_SHARE * shortest_s * cost.tokens_per_step
