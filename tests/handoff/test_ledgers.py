@@ -463,6 +463,24 @@ def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
     assert actions == [pe.ReadHits("h", load, (0, 1), 0), pe.Write("h", 1, chunk, (2, 3), None, 2)]
 
 
+@pytest.mark.parametrize(
+    ("is_abandoned", "is_read", "reason"),
+    [(False, True, None), (False, False, EndReason.READ_FAILED), (True, True, EndReason.ABANDONED)],
+)
+def test_who_reads_a_prefix_hears_why_it_did_not_come(
+    is_abandoned: bool, is_read: bool, reason: EndReason | None
+) -> None:
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    here = pe.RequestBlocks(0, (20,))
+    ledger.handle(pe.PrefixWanted("x", "d", here, Prefix((1, 2, 3, 4)), 1, 5.0), 1.0)
+    assert ledger.handle(pe.Granted("d", HandoffGrant("x", 1, (7,), 4)), 2.0) == [pe.ReadHits("x", here, (7,), 0)]
+    if is_abandoned:
+        assert ledger.handle(pe.Abandoned("d", HandoffAbandon("x", 1)), 3.0) == [], "it still writes into our blocks"
+    loaded, released = ledger.handle(pe.HitsRead("x", is_read), 4.0)
+    assert loaded == pe.ReportLoaded("x", reason is None, int(reason is None), reason)
+    assert isinstance(released, pe.SendRelease)
+
+
 def test_the_release_waits_for_what_a_failed_write_has_left_under_way() -> None:
     ledger = prefill_ledger(late_s=1.0)
     ledger.handle(pe.Granted("d", GRANT), 2.0)
@@ -490,6 +508,8 @@ def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
     (offer,) = ledger.handle(pe.Granted("d", grant), 2.0)
     assert isinstance(offer, pe.SendToDecode)
     assert offer.message == HandoffReady("h", 1, (), None, None, 1.0, secret=SECRET, kv_transfer_params=PARAMS)
+    for other in (pe.Recalled("h", 1), pe.DecodeConnectionLost("d"), HandoffFetched("h", 2)):
+        assert ledger.handle(other, 3.0) == [], "D may be reading"
     assert ledger.handle(Tick(), 60.0) == [offer]
     assert ledger.handle(HandoffFetched("h", 1), 61.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
 
