@@ -88,7 +88,9 @@ async def test_hit_blocks_are_read_from_the_decode_worker():
 
 
 @pytest.mark.parametrize(
-    "forge", [lambda ids: ids[:-1], lambda ids: (*ids, 3), lambda ids: (-1, *ids[1:])], ids=["few", "many", "negative"]
+    "forge",
+    [lambda ids: ids[:-1], lambda ids: (*ids, 3), lambda ids: (-1, *ids[1:]), lambda ids: (10**6, *ids[1:])],
+    ids=["few", "many", "negative", "beyond"],
 )
 async def test_a_grant_of_blocks_that_cannot_be_is_given_up(forge):
     async with cluster() as shared:
