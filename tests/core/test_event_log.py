@@ -100,7 +100,8 @@ def test_answers_from_the_ring_are_bounded_and_go_on_where_they_ended() -> None:
 def test_an_event_above_the_bound_is_an_answer_of_its_own() -> None:
     log = KvEventLog("w", 0, max_reply_blocks=10)
     log.append([stored(None, 1), stored(None, *range(100, 112)), stored(None, 2)])
-    assert [[len(event.block_hashes) for event in ask(log, at).batches[0].events] for at in range(3)] == [[1], [12], [1]]
+    answers = [ask(log, at).batches[0].events for at in range(3)]
+    assert [[len(event.block_hashes) for event in events] for events in answers] == [[1], [12], [1]]
 
 
 def test_dumps_come_in_pages_of_one_moment() -> None:

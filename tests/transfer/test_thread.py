@@ -374,6 +374,30 @@ def test_after_fail_all_nothing_submitted_before_is_posted(cluster: Cluster) -> 
     assert cluster.decode.pool[4].any()
 
 
+def test_what_waits_beside_a_post_is_not_posted_when_everything_is_withdrawn_meanwhile(cluster: Cluster) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    transport, posted = cluster.prefill.transport, []
+    post = transport.post
+
+    def stop(error: str | None) -> None:
+        entered.set()
+        leave.wait(60)
+
+    def losing(*arguments: object) -> int:
+        posted.append(arguments)
+        cluster.prefill.thread.fail_all("lease lost")
+        return post(*arguments)
+
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=stop)
+    assert entered.wait(60)
+    transport.post = losing
+    for name, block in (("first", 3), ("second", 4)):
+        cluster.write(name, [block])
+    leave.set()
+    assert all(error is not None for _, error in cluster.wait(2))
+    assert len(posted) == 1
+
+
 def test_fail_all_stops_what_is_on_its_way(cluster: Cluster) -> None:
     cluster.decode.pool[:] = 0
     cluster.fabric.faults.delay_polls = 1_000_000_000
