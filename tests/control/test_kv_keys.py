@@ -21,6 +21,7 @@ def test_a_level_of_our_keys_is_a_token() -> None:
 def test_other_characters_and_empty_levels_are_escaped() -> None:
     assert encode_key("a b=*") == "a=20b=3D=2A"
     assert encode_key("/a//b/") == "=2Fa=2F=2Fb=2F"
+    assert encode_key("/a") == "=2Fa"
     assert encode_key(".a") == "=2Ea"
     assert decode_key("kvrelay.=C3=BC") == "kvrelay/ü"
 

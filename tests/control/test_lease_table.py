@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvrelay.control.base import WatchEvent, WatchKind
 from kvrelay.control.lease_table import LeaseTable
-from kvrelay.control.unleased import needs_lease
+from kvrelay.control.unleased import UnleasedEntries, needs_lease
 from kvrelay.core.clock import ManualClock
 
 TTL_S = 10.0
@@ -55,6 +55,15 @@ def test_an_entry_lives_with_its_lease(table: LeaseTable) -> None:
     assert table.put("c", b"3", "L", 4) == []
     assert table.visible == {}
     assert list(table.strays()) == ["c"]
+
+
+def test_strays_are_neither_settings_nor_entries_of_living_leases(table: LeaseTable) -> None:
+    """The keeper deletes them."""
+    table.put("kvrelay/test/workers/w", b"1", "L", 1)
+    table.put(setting("a"), b"1", None, 2)
+    assert list(table.strays()) == ["kvrelay/test/workers/w"]
+    table.refresh("L", TTL_S, 3)
+    assert table.strays() == {}
 
 
 def test_the_last_put_decides_about_the_lease(table: LeaseTable) -> None:
@@ -122,12 +131,24 @@ def test_entries_of_a_lease_that_was_overdue_at_the_start_are_not_shown(table: L
     table.begin_resync()
     table.put("dead", b"1", "L", 1)
     table.put("alive", b"2", "M", 2)
-    table.refresh("L", TTL_S, 3, age_s=10.5)
+    table.refresh("L", TTL_S, 3, age_s=10.0)
     table.refresh("M", TTL_S, 4, age_s=9.0)
     assert table.end_resync() == [put("alive", b"2")]
     assert table.due() == ["L"]
-    assert table.next_due_s() == 999.5
+    assert table.has_unproven
+    assert table.next_due_s() == 1000.0
     assert table.refresh("L", TTL_S, 5) == [put("dead", b"1")]
+    assert not table.has_unproven
+
+
+def test_a_lease_that_is_postponed_is_due_after_the_delay(table: LeaseTable, clock: ManualClock) -> None:
+    table.refresh("L", TTL_S, 1)
+    clock.advance(TTL_S)
+    table.postpone("L", 2.0)
+    assert (table.due(), table.next_due_s()) == ([], clock.now() + 2.0)
+    table.end("L")
+    table.postpone("L", 2.0)
+    assert table.next_due_s() is None
 
 
 def test_a_gap_shows_the_difference_only(table: LeaseTable) -> None:
@@ -175,6 +196,9 @@ def test_an_old_lease_known_before_the_gap_gets_one_time_to_live_too(table: Leas
     table.refresh("L", TTL_S, 1, age_s=60.0)
     assert table.end_resync() == []
     assert table.due() == []
+    assert table.next_due_s() == clock.now() + TTL_S
+    table.refresh("L", TTL_S, 3, age_s=6.0)
+    assert table.next_due_s() == clock.now() + 4.0, "after the gap an age counts again"
     clock.advance(TTL_S)
     assert table.due() == ["L"]
 
@@ -189,6 +213,18 @@ def test_a_marker_seen_after_the_gap_counts_at_once(table: LeaseTable) -> None:
     table.end("L")
     table.refresh("M", TTL_S, 6)
     assert table.end_resync() == [gone("a"), gone("b")]
+    assert list(table.strays()) == ["a"], "the server still has it"
+    table.begin_resync()
+    table.end_resync()
+    assert table.strays() == {}
+
+
+def test_a_lease_that_only_an_interrupted_listing_found_has_its_age(table: LeaseTable) -> None:
+    for _ in range(2):
+        table.begin_resync()
+        table.put("dead", b"1", "L", 1)
+        table.refresh("L", TTL_S, 2, age_s=60.0)
+    assert table.end_resync() == []
 
 
 def test_an_interrupted_listing_changes_nothing_that_is_seen(table: LeaseTable) -> None:
@@ -209,6 +245,24 @@ def test_an_entry_without_a_lease_counts_only_as_a_setting(table: LeaseTable) ->
     assert table.put("kvrelay/test/workers/w", b"1", None, 4) == [gone("kvrelay/test/workers/w")]
     assert table.put("kvrelay/test/workers/w", b"2", None, 5) == []
     assert table.unleased.num_refused == 2
+
+
+def test_an_entry_without_a_lease_counts_once_until_too_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.control.unleased.MAX_REMEMBERED", 2)
+    refused = UnleasedEntries()
+    for key in ("a", "b", "a", "b"):
+        assert refused.refuses(key, has_lease=False)
+    assert refused.num_refused == 2
+    for key in ("c", "a"):
+        assert refused.refuses(key, has_lease=False)
+    assert refused.num_refused == 4
+
+
+def test_only_a_key_below_settings_and_adapters_needs_no_lease() -> None:
+    assert not needs_lease(setting("a"))
+    assert not needs_lease("kvrelay/test/adapters/a")
+    for key in ("kvrelay/test/config", "kvrelay/test/workers/config/a"):
+        assert needs_lease(key)
 
 
 def test_an_entry_that_lost_its_lease_during_a_gap_is_gone_after_it(table: LeaseTable) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.control_codec import decode_kv_metadata, decode_prefill, decode_setting, decode_worker
+from kvrelay.core.control_codec import MAX_TOKEN_ID, decode_kv_metadata, decode_prefill, decode_setting, decode_worker
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import KvMetadata, WorkerInfo
@@ -40,7 +40,8 @@ def changed(value: msgspec.Struct, **fields: object) -> bytes:
 def test_valid_entries_are_decoded() -> None:
     assert decode_worker("w-1", msgspec.json.encode(WORKER)) == WORKER
     assert decode_kv_metadata("w-1/0", msgspec.json.encode(METADATA)) == METADATA
-    assert decode_prefill(msgspec.msgpack.encode(PREFILL)) == PREFILL
+    for prefill in (PREFILL, msgspec.structs.replace(PREFILL, token_ids=(0, MAX_TOKEN_ID))):
+        assert decode_prefill(msgspec.msgpack.encode(prefill)) == prefill
     assert [decode_setting("x", value) for value in (b"1", b"0.5", b'"kv"', b"true")] == [1, 0.5, "kv", True]
 
 
@@ -117,6 +118,7 @@ def test_a_setting_is_one_scalar(value: bytes) -> None:
     [
         {"token_ids": ()},
         {"token_ids": (-1,)},
+        {"token_ids": (-1, 2, 3)},
         {"token_ids": (2**31,)},
         {"num_output_tokens": 3},
         {"num_output_tokens": -1},

@@ -97,6 +97,13 @@ def test_answers_from_the_ring_are_bounded_and_go_on_where_they_ended() -> None:
     assert answers == 4
 
 
+def test_an_event_above_the_bound_is_an_answer_of_its_own() -> None:
+    log = KvEventLog("w", 0, max_reply_blocks=10)
+    log.append([stored(None, 1), stored(None, *range(100, 112)), stored(None, 2)])
+    answers = [ask(log, at).batches[0].events for at in range(3)]
+    assert [[len(event.block_hashes) for event in events] for events in answers] == [[1], [12], [1]]
+
+
 def test_dumps_come_in_pages_of_one_moment() -> None:
     log = KvEventLog("w", 0, capacity=1, max_reply_blocks=10)
     log.append([stored(None, *range(35))])
@@ -107,7 +114,18 @@ def test_dumps_come_in_pages_of_one_moment() -> None:
     assert [page.page for page in pages] == [0, 1, 2, 3]
     assert all(page.dump_seq == 1 for page in pages)
     assert set(held([batch for page in pages for batch in page.batches])) == set(range(35))
-    assert ask(log, FULL_DUMP, 1, 9).dump_seq == 2
+    for page in (9, 4, -1):
+        assert ask(log, FULL_DUMP, 1, page).dump_seq == 2
+    assert {event.block_size for page in pages for batch in page.batches for event in batch.events} == {2}
+
+
+def test_a_dump_of_two_pages_is_kept() -> None:
+    log = KvEventLog("w", 0, capacity=1, max_reply_blocks=10)
+    log.append([stored(None, *range(15))])
+    first = ask(log, FULL_DUMP)
+    log.append([stored(14, 15)])
+    last = ask(log, FULL_DUMP, first.dump_seq, 1)
+    assert (last.page, last.num_pages, last.dump_seq) == (1, 2, first.dump_seq)
 
 
 def test_only_a_few_dumps_are_kept() -> None:

@@ -15,10 +15,12 @@ from kvrelay.core.histogram import Histogram
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus
+from kvrelay.core.tier_stats import TierCounts, TierStats
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.kv_source import Hit, Loaded
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.stats import EngineTimes
-from kvrelay.engine.step import SchedulerOutput, StepOutput
+from kvrelay.engine.step import KvLoad, SchedulerOutput, StepOutput
 from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
 from kvrelay.executors.mock import MockExecutor, mock_generate
@@ -622,6 +624,67 @@ def test_a_failed_read_is_computed(make_engine: MakeEngine) -> None:
     assert engine.stats().tokens.num_prefilled == 18
     (chunk,) = step.handoff_chunks
     assert (chunk.first_block, len(chunk.block_ids), chunk.token_id) == (4, 1, reference(PROMPT, 1)[0])
+
+
+class Part:
+    """A source with some blocks of ``PROMPT``. A test says when its loads end."""
+
+    def __init__(self, first: int, end: int, *, is_pending: bool = False) -> None:
+        self.pending: list[int] = []
+        self.loads: list[KvLoad] = []
+        self._first, self._end, self._is_pending = first, end, is_pending
+
+    def start(self, loaded: Loaded, changed: Callable[[], None] = lambda: None) -> None: ...
+
+    def stats(self) -> TierStats:
+        return TierStats(TierCounts(), {}, 0)
+
+    def find(self, request: Request, first_block: int) -> Hit | None:
+        is_here = self._first <= first_block < self._end
+        return Hit(self._end - first_block, 0.1, is_pending=self._is_pending) if is_here else None
+
+    def load(self, request: Request, load: KvLoad, output: StepOutput) -> None:
+        self.loads.append(load)
+
+    def arrives(self, engine: EngineCore, sender: EngineCore) -> None:
+        (load,) = self.loads
+        assert isinstance(engine.executor, MockExecutor)
+        assert isinstance(sender.executor, MockExecutor)
+        end = load.first_block + len(load.block_ids)
+        engine.executor.pool[list(load.block_ids)] = sender.executor.pool[load.first_block : end]
+        engine.kv_loaded("a", True)
+
+
+@pytest.mark.parametrize(("is_pending", "num_prefilled"), [(False, 2), (True, 10)])
+def test_what_one_source_lacks_the_next_one_loads_and_what_is_pending_then_is_computed(
+    make_engine: MakeEngine, is_pending: bool, num_prefilled: int
+) -> None:
+    sender, engine = make_engine(), make_engine()
+    sender.add_request(Request("a", PROMPT, SamplingParams(max_tokens=1)))
+    drain(sender)
+    first, second = Part(0, 2), Part(2, 4, is_pending=is_pending)
+    engine.add_source(first)
+    engine.add_source(second)
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=3)))
+    engine.step()
+    first.arrives(engine, sender)
+    if not is_pending:
+        second.arrives(engine, sender)
+    assert engine.scheduler.num_admitted == 1
+    assert tokens_of(drain(engine)) == reference(PROMPT, 3)
+    assert engine.stats().tokens.num_prefilled == num_prefilled
+    assert (len(first.loads), len(second.loads)) == (1, int(not is_pending))
+    assert engine.scheduler.num_admitted == 0
+
+
+def test_prompt_logprobs_load_nothing(make_engine: MakeEngine) -> None:
+    engine, source = make_engine(), Part(0, 4)
+    engine.add_source(source)
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0)))
+    (output,) = drain(engine)
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    assert not source.loads
 
 
 def test_our_own_hits_are_not_read(make_engine: MakeEngine) -> None:

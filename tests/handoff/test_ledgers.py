@@ -186,6 +186,15 @@ def test_a_second_claimant_gets_other_blocks() -> None:
     assert ledger.handle(message, 5.0)[1:] == [de.Resume("h", "r", 2, message.message), de.EndLoan("h", 2)]
 
 
+def test_the_end_of_the_first_claimants_lease_leaves_the_claim_of_the_second() -> None:
+    ledger = decode_ledger()
+    ledger.handle(Registered("q", 10.0, 2), 0.0)
+    ledger.handle(claim(), 1.0)
+    ledger.handle(claim("q", 2), 2.0)
+    assert ledger.handle(LeaseEnded("p"), 3.0) == []
+    assert grant_of(ledger.handle(de.LoanAllocated("h", 2, (0, 1, 7, 8, 9)), 4.0)).generation == 2
+
+
 def test_without_other_blocks_a_second_claimant_is_refused() -> None:
     ledger = decode_ledger()
     ledger.handle(Registered("q", 10.0, 2), 0.0)
@@ -326,7 +335,12 @@ def test_pull_without_room_waits_for_it() -> None:
     ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL), 0.0)
     ledger.handle(claim(), 1.0)
     ready = de.Offered(HandoffReady("h", 1, (8, 9), 7, None, 0.0, secret=SECRET), "to p")
+    for generation, secret in ((1, 0), (1, SECRET + 1), (0, SECRET), (2, SECRET)):
+        foreign = HandoffReady("h", generation, (6, 7), 7, None, 0.0, secret=secret)
+        abandon = de.SendToPrefill("to q", HandoffAbandon("h", generation))
+        assert ledger.handle(de.Offered(foreign, "to q"), 1.5) == [abandon], "only the claimant offers KV"
     assert ledger.handle(ready, 2.0) == [de.AllocateLoan("h", 1)]
+    assert ledger.handle(ready, 2.5) == [], "P repeats it"
     assert ledger.handle(de.LoanAllocated("h", 1, (3, 4)), 3.0) == [de.Fetch("h", 1, "p", (8, 9), (3, 4), 0, 0, 4)]
     actions = ledger.handle(de.FetchEnded("h", 1, True), 4.0)
     assert actions[-2:] == [de.Resume("h", "r", 1, ready.message), de.EndLoan("h", 1)]
@@ -389,6 +403,7 @@ def test_a_request_that_ends_while_its_engine_fetches_waits_for_the_end_of_that(
     ledger, ready = engine_pull()
     ledger.handle(ready, 2.0)
     assert ledger.handle(de.Closed("h"), 3.0) == []
+    assert ledger.handle(ready, 3.5) == [], "P keeps what is being read"
     assert ledger.handle(de.FetchEnded("h", 1, False), 4.0) == [de.SendToPrefill("to p", HandoffAbandon("h", 1))]
     assert not ledger.handoffs
 
@@ -410,6 +425,18 @@ def test_a_prefix_is_lent_once_whatever_is_claimed_while_the_engine_lends_it() -
     assert refusal_of(ledger.handle(de.Claimed(wanted, "anew"), 1.0)) == RefusalReason.BUSY
     assert ledger.handle(de.LoanAllocated("x", 1, (7,)), 2.0) == [de.EndLoan("x", 1)]
     assert "x" not in ledger.handoffs
+
+
+def test_a_prefix_is_lent_for_a_limited_time() -> None:
+    """Then its reader is asked to stop; its answer, or its fence, frees the blocks."""
+    ledger = decode_ledger(prefix_timeout_s=5.0)
+    wanted = HandoffClaim("x", "p", "same", term=1, prefix=Prefix((1, 2, 3, 4)))
+    ledger.handle(de.Claimed(wanted, "to p"), 1.0)
+    assert grant_of(ledger.handle(de.LoanAllocated("x", 1, (7,)), 2.0)).block_ids == (7,)
+    abandon = de.SendToPrefill("to p", HandoffAbandon("x", 1))
+    assert abandon not in ledger.handle(Tick(), 6.9)
+    assert abandon in ledger.handle(Tick(), 7.0)
+    assert ledger.handle(HandoffReleased("x", "p"), 8.0) == [de.EndLoan("x", 1)]
 
 
 # -- the prefill side -------------------------------------------------------------------------------------------------
@@ -434,6 +461,24 @@ def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
     assert ledger.handle(pe.ChunkComputed("h", chunk), 1.0) == []
     actions = ledger.handle(pe.Granted("d", GRANT), 2.0)
     assert actions == [pe.ReadHits("h", load, (0, 1), 0), pe.Write("h", 1, chunk, (2, 3), None, 2)]
+
+
+@pytest.mark.parametrize(
+    ("is_abandoned", "is_read", "reason"),
+    [(False, True, None), (False, False, EndReason.READ_FAILED), (True, True, EndReason.ABANDONED)],
+)
+def test_who_reads_a_prefix_hears_why_it_did_not_come(
+    is_abandoned: bool, is_read: bool, reason: EndReason | None
+) -> None:
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    here = pe.RequestBlocks(0, (20,))
+    ledger.handle(pe.PrefixWanted("x", "d", here, Prefix((1, 2, 3, 4)), 1, 5.0), 1.0)
+    assert ledger.handle(pe.Granted("d", HandoffGrant("x", 1, (7,), 4)), 2.0) == [pe.ReadHits("x", here, (7,), 0)]
+    if is_abandoned:
+        assert ledger.handle(pe.Abandoned("d", HandoffAbandon("x", 1)), 3.0) == [], "it still writes into our blocks"
+    loaded, released = ledger.handle(pe.HitsRead("x", is_read), 4.0)
+    assert loaded == pe.ReportLoaded("x", reason is None, int(reason is None), reason)
+    assert isinstance(released, pe.SendRelease)
 
 
 def test_the_release_waits_for_what_a_failed_write_has_left_under_way() -> None:
@@ -463,6 +508,8 @@ def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
     (offer,) = ledger.handle(pe.Granted("d", grant), 2.0)
     assert isinstance(offer, pe.SendToDecode)
     assert offer.message == HandoffReady("h", 1, (), None, None, 1.0, secret=SECRET, kv_transfer_params=PARAMS)
+    for other in (pe.Recalled("h", 1), pe.DecodeConnectionLost("d"), HandoffFetched("h", 2)):
+        assert ledger.handle(other, 3.0) == [], "D may be reading"
     assert ledger.handle(Tick(), 60.0) == [offer]
     assert ledger.handle(HandoffFetched("h", 1), 61.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
 

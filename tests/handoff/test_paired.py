@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import HandoffOrder, KvDirection
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, LeaseEnded, RefusalReason, Registered, Tick
@@ -16,6 +17,7 @@ from kvrelay.handoff.messages import (
     HandoffClaim,
     HandoffGrant,
     HandoffProgress,
+    HandoffReady,
     HandoffRecall,
     HandoffRefused,
     HandoffReleased,
@@ -144,6 +146,17 @@ def test_a_claimant_whose_lease_has_ended_is_not_waited_for() -> None:
     ledger.handle(Registered("q", 10.0, 1), 0.0)
     ledger.handle(de.Opened("i", "r", BLOCKS, 2, FIRST, claimant="q"), 0.1)
     assert computed_here(ledger.handle(LeaseEnded("q"), 0.2)) == [EndReason.CLAIMANT_LEASE_ENDED]
+
+
+def test_the_end_of_a_claimants_lease_ends_no_read_under_way() -> None:
+    """Its engine computes the prompt only when nothing writes into its blocks any more."""
+    ledger = decode_ledger()
+    ledger.handle(msgspec.structs.replace(OPENED, direction=KvDirection.PULL), 0.0)
+    (sent,) = ledger.handle(CLAIM, 1.0)
+    ready = HandoffReady("h", 1, (7, 8, 9), 5, None, 0.0, secret=sent.message.secret)
+    assert [type(action) for action in ledger.handle(de.Offered(ready, "to p"), 2.0)] == [de.Fetch]
+    assert ledger.handle(LeaseEnded("p"), 3.0) == []
+    assert computed_here(ledger.handle(de.FetchEnded("h", 1, False), 4.0)) == [EndReason.READ_FAILED]
 
 
 def test_the_frontend_ends_the_wait_for_a_claim_but_no_grant() -> None:

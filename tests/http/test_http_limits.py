@@ -380,6 +380,15 @@ async def test_the_backlog_is_what_the_kernel_allows() -> None:
 TCP_ESTABLISHED = 1
 
 
+def test_what_no_holder_can_shed_is_kept() -> None:
+    """Requests that are being answered, for example."""
+    shed: list[str] = []
+    budget = ByteBudget[str](100, {"a": 80, "b": 70}.__getitem__, lambda _: 0, shed.append)
+    for holder in "ab":
+        budget.update(holder)
+    assert (budget.total, shed) == (150, [])
+
+
 def test_a_budget_sheds_the_largest_only() -> None:
     sizes = {"a": 10, "b": 70, "c": 30}
     shed: list[str] = []

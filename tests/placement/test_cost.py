@@ -16,7 +16,7 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.core.step_cost import CostSource, StepCost
 from kvrelay.errors import ConfigError
 from kvrelay.placement.base import Objectives, PrefillLoad, PrefillPlace, Situation
-from kvrelay.placement.cost import LATE, MIN_WINDOW, CostPlacement, decide, local_cost, objectives_of, stay_here
+from kvrelay.placement.cost import HARM, LATE, MIN_WINDOW, CostPlacement, decide, local_cost, objectives_of, stay_here
 from kvrelay.placement.cost_model import MAX_SPREAD, RemoteCost
 from kvrelay.placement.threshold import DisaggPolicy
 
@@ -61,6 +61,11 @@ def test_a_request_waits_for_the_cheaper_way_if_that_is_closed() -> None:
     assert place(behind) is None, "remote is cheaper, and its window is full"
     assert place(replace(behind, num_remote_prefills=MIN_WINDOW - 1)) is PrefillPlace.REMOTE
     assert place(replace(behind, num_remote_tokens=10_000)) is PrefillPlace.REMOTE, "short prefills: the wait is short"
+    assert place(replace(behind, num_remote_tokens=25_500)) is PrefillPlace.REMOTE, "the way itself takes 10 ms"
+    assert place(replace(behind, num_remote_tokens=26_500)) is None
+    two, behind = PrefillLoad(2, 0), replace(behind, num_remote_tokens=64_000)
+    assert place(replace(behind, num_remote_prefills=2 * MIN_WINDOW - 1), two) is PrefillPlace.REMOTE
+    assert place(replace(behind, num_remote_prefills=2 * MIN_WINDOW), two) is None
 
 
 def test_a_long_line_uses_both_ways() -> None:
@@ -81,6 +86,10 @@ def test_a_long_line_uses_both_ways() -> None:
     assert place(away) is None
     assert place(replace(away, num_line=4_000_000)) is PrefillPlace.LOCAL_CHEAPER
     assert place(replace(away, num_line=4_000_000, is_here_open=False)) is None
+    assert place(replace(away, num_line=4_000_000, num_remote_prefills=0)) is PrefillPlace.REMOTE, "it is open"
+    two, away = PrefillLoad(2, 0), replace(away, num_remote_tokens=64_000, num_remote_prefills=2 * MIN_WINDOW)
+    assert place(replace(away, num_line=5_000), two) is None, "two workers share the line"
+    assert place(replace(away, num_line=10_000), two) is PrefillPlace.LOCAL_CHEAPER
 
 
 def test_without_prefill_workers_everything_is_computed_here() -> None:
@@ -94,6 +103,8 @@ def test_running_answers_weigh_in_the_decision() -> None:
         decide(replace(IDLE, num_decodes=n), REMOTE, ONE, 1000.0).local_cost for n in (1, 64)
     )  # fmt: skip
     assert many > few
+    seconds, idle = local_cost(replace(IDLE, num_decodes=0))
+    assert idle == pytest.approx(seconds + HARM * COST.added_seconds(8000, chunk=1500)), "another may come meanwhile"
     late = replace(IDLE, chunk=8000, objectives=Objectives(0.5, 0.010))
     assert decide(late, REMOTE, ONE, 1000.0).local_cost > decide(IDLE, REMOTE, ONE, 1000.0).local_cost
 

@@ -32,8 +32,8 @@ from kvrelay.rpc import (
     zmq_server,
     zmq_socket,
 )
-from kvrelay.rpc.wire import Message
-from kvrelay.rpc.zmq_socket import HIGH_WATER_MARK, READ_BYTES, Endpoint, SocketReader
+from kvrelay.rpc.wire import Message, encode_message
+from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, HIGH_WATER_MARK, READ_BYTES, Endpoint, SocketReader
 
 PATIENT = Heartbeat(interval_s=30.0, timeout_s=120.0)
 """A receiver that is paused for long is not yet given up."""
@@ -197,6 +197,36 @@ def test_a_send_that_fails_ends_the_connection_for_both(
                 client.send(Ping(4))
             await client.close()
             await eventually(lambda: "parting=0" in repr(server))
+            # A farewell that had to wait for room is no reason to owe the next one.
+            async with connected(ZmqRpcClient(server.address, server_key=server_key, heartbeat=PATIENT)) as other:
+                other.on_message(received.append)
+                other.on_disconnect(lambda: losses.append(-1))
+                other.send(Ping(5))
+                await eventually(lambda: len(peers) == 2)
+                server.disconnect(peers[1])
+                await eventually(lambda: losses[1:] == [-1])
+
+    asyncio.run(scenario())
+
+
+def test_a_disconnected_peer_that_stays_hears_one_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A foreign client, which does not close its end. What is tried again is tried at once here."""
+    monkeypatch.setattr(zmq_server, "FAREWELL_INTERVAL_S", 0.0)
+
+    async def scenario() -> None:
+        async with started(ZmqRpcServer()) as server, shared_context() as context:
+            peers: list[Peer] = []
+            server.on_message(lambda peer, _: peers.append(peer))
+            foreign = [context.socket(zmq.DEALER) for _ in range(2)]
+            for number, dealer in enumerate(foreign, 1):
+                dealer.connect(server.address)
+                dealer.send(encode_message(Ping(number)))
+                await eventually(lambda: len(peers) == number)  # noqa: B023 - it is awaited here
+                server.disconnect(peers[-1])
+                await eventually(lambda: bool(dealer.poll(0)))  # noqa: B023
+                assert dealer.recv() == FAREWELL_FRAME
+            assert foreign[0].poll(0) == 0, "none between the two"
+            assert "parting=2" in repr(server)
 
     asyncio.run(scenario())
 

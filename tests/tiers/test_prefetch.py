@@ -76,11 +76,19 @@ def test_what_is_nowhere_or_in_the_pool_needs_no_prefetch(engine: TieredEngine) 
     assert engine.core.pauses.counts.num_returned == 0
 
 
+def test_a_migrated_request_with_all_its_tokens_is_no_prefetch(engine: TieredEngine) -> None:
+    finished = Request("migrated", HISTORY, SamplingParams(max_tokens=1), output_token_ids=(50,))
+    engine.core.add_request(finished)
+    assert finished.token_ids == [*HISTORY, 50]
+    assert not engine.core.has_unfinished()
+
+
 def test_a_prefetch_is_not_in_the_way_of_a_load(engine: TieredEngine) -> None:
     name = engine.add([*HISTORY, 50])
     engine.core.step()
     assert engine.core.scheduler.requests[name].status is RequestStatus.LOADING_KV
     assert is_answered_at_once(engine, [*HISTORY, 51])
+    assert is_answered_at_once(engine, [*HISTORY[:4], 51]), "not even one for which there is room"
     assert engine.run()[name] == expected([*HISTORY, 50])
 
 

@@ -124,6 +124,19 @@ def test_writes_complete_and_are_counted(cluster: Cluster) -> None:
     )
     assert stats.num_unfinished == 0
     assert cluster.decode.thread.stats().num_notifications == 1
+    cluster.prefill.thread.remove_peer("d").result(60)
+    (row,) = cluster.prefill.thread.stats().peers
+    assert (row.worker_id, row.num_transfers) == ("", 1), "departed workers do not fill the memory"
+
+
+def test_a_transfer_takes_from_its_submission_to_its_end(cluster: Cluster) -> None:
+    cluster.clock.advance(100.0)
+    cluster.fabric.faults.drop_next = 1
+    cluster.write("late", [1])
+    wait_for(lambda: cluster.prefill.transport.num_pending == 1)
+    cluster.clock.advance(CONFIG.transfer_timeout_s)
+    cluster.wait(1)
+    assert cluster.prefill.thread.stats().peers[0].seconds == CONFIG.transfer_timeout_s
 
 
 def test_a_notification_waits_for_every_earlier_write_even_when_posts_end_out_of_order(cluster: Cluster) -> None:
@@ -154,6 +167,9 @@ def test_after_a_failed_write_nothing_of_its_group_follows(cluster: Cluster) -> 
     assert ("other", None) in log
     wait_for(lambda: bool(cluster.decode.payloads))
     assert cluster.decode.payloads == [b"done-2"]
+    cluster.write("again", [2], group="h1")
+    assert cluster.wait(4)[3] == ("again", "injected failure")
+    wait_for(lambda: not cluster.prefill.thread.has_turn)  # it polls for nothing
 
 
 def test_a_transfer_past_its_deadline_fails_and_cannot_land_later(cluster: Cluster) -> None:
@@ -292,6 +308,7 @@ def test_closing_fails_what_is_unfinished_and_what_comes_later(cluster: Cluster)
     wait_for(lambda: cluster.prefill.thread.stats().num_unfinished == 1)
     cluster.prefill.thread.close()
     assert cluster.wait(1) == [("open", "the transfer thread is closed")]
+    assert not cluster.failures, "it was closed"
     cluster.write("late", [1])
     assert cluster.wait(2)[1] == ("late", "the transfer thread is closed")
     with pytest.raises(TransferError):
@@ -374,6 +391,30 @@ def test_after_fail_all_nothing_submitted_before_is_posted(cluster: Cluster) -> 
     assert cluster.decode.pool[4].any()
 
 
+def test_what_waits_beside_a_post_is_not_posted_when_everything_is_withdrawn_meanwhile(cluster: Cluster) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    transport, posted = cluster.prefill.transport, []
+    post = transport.post
+
+    def stop(error: str | None) -> None:
+        entered.set()
+        leave.wait(60)
+
+    def losing(*arguments: object) -> int:
+        posted.append(arguments)
+        cluster.prefill.thread.fail_all("lease lost")
+        return post(*arguments)
+
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=stop)
+    assert entered.wait(60)
+    transport.post = losing
+    for name, block in (("first", 3), ("second", 4)):
+        cluster.write(name, [block])
+    leave.set()
+    assert all(error is not None for _, error in cluster.wait(2))
+    assert len(posted) == 1
+
+
 def test_fail_all_stops_what_is_on_its_way(cluster: Cluster) -> None:
     cluster.decode.pool[:] = 0
     cluster.fabric.faults.delay_polls = 1_000_000_000
@@ -435,6 +476,7 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
 
 def test_a_thread_that_fails_says_so_after_it_has_failed_everything(cluster: Cluster) -> None:
     def broken() -> None:
+        cluster.write("submitted", [2])
         raise RuntimeError("no such device")
 
     cluster.fabric.faults.drop_next = 1
@@ -442,8 +484,11 @@ def test_a_thread_that_fails_says_so_after_it_has_failed_everything(cluster: Clu
     wait_for(lambda: cluster.prefill.transport.num_pending == 1)
     cluster.prefill.transport.poll = broken
     wait_for(lambda: bool(cluster.failures))
-    assert cluster.log == [("open", "the transfer thread is closed")]
+    closed = "the transfer thread is closed"
+    assert cluster.log == [("open", closed), ("submitted", closed)]
     assert str(cluster.failures[0]) == "no such device"
+    cluster.write("later", [3])
+    assert cluster.wait(3)[2] == ("later", closed)
 
 
 def test_a_peer_is_forgotten_before_the_thread_has_come_to_it(cluster: Cluster) -> None:
@@ -464,9 +509,11 @@ def test_a_peer_is_forgotten_before_the_thread_has_come_to_it(cluster: Cluster) 
 
 
 def test_a_thread_that_was_never_started_closes() -> None:
-    thread = TransferThread(LoopbackTransport(LoopbackFabric(), "a"), CONFIG)
+    thread, errors = TransferThread(LoopbackTransport(LoopbackFabric(), "a"), CONFIG), []
+    thread.submit(TransferOp.WRITE, "d", NO_PIECES, on_done=errors.append)
     thread.close()
     thread.close()
+    assert errors == ["worker d is not connected"]
 
 
 def test_callbacks_that_fail_stop_nothing(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

@@ -88,7 +88,9 @@ async def test_hit_blocks_are_read_from_the_decode_worker():
 
 
 @pytest.mark.parametrize(
-    "forge", [lambda ids: ids[:-1], lambda ids: (*ids, 3), lambda ids: (-1, *ids[1:])], ids=["few", "many", "negative"]
+    "forge",
+    [lambda ids: ids[:-1], lambda ids: (*ids, 3), lambda ids: (-1, *ids[1:]), lambda ids: (10**6, *ids[1:])],
+    ids=["few", "many", "negative", "beyond"],
 )
 async def test_a_grant_of_blocks_that_cannot_be_is_given_up(forge):
     async with cluster() as shared:
@@ -184,6 +186,24 @@ async def test_failed_and_lost_transfers_lead_to_local_prefill():
         assert await client.answer("good") == expected(prompt(300, 3), 8)
         assert decode.worker.stats().decode.num_remote_done == 1
         assert prefill.worker.stats().prefill.num_failed == 2
+
+
+async def test_a_prefill_that_its_engine_cannot_continue_is_computed_by_its_owner(monkeypatch):
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        execute = prefill.core.executor.execute
+
+        def failing(work: SchedulerOutput) -> ModelOutput:
+            result = execute(work)
+            result.failures[0] = "its grammar exploded"
+            return result
+
+        monkeypatch.setattr(prefill.core.executor, "execute", failing)
+        client.send("a", prompt(300))
+        assert await client.answer("a") == expected(prompt(300), 8)
+        assert prefill.worker.stats().prefill.ends == {EndReason.ENGINE_REFUSED: 1}
+        assert decode.worker.stats().decode.num_recomputed == 1
+        await shared.check_idle()
 
 
 async def test_late_and_reordered_writes():

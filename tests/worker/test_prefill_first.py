@@ -437,3 +437,7 @@ async def test_an_overloaded_prefill_worker_refuses_at_once():
             pair.to_decode.connection.send(PrefillLost(request_id))
         for number, request_id in enumerate(ids):
             assert await pair.answer(request_id) == expected(prompt(300, number), 8)
+        # What its engine has received leaves room for the next one.
+        await pair.shared.check_idle()
+        later = pair.send(prompt(300, 9))
+        assert await pair.first(later) == expected(prompt(300, 9), 1)

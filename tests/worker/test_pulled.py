@@ -171,3 +171,18 @@ def test_only_what_no_way_leads_to_may_be_tried_from_elsewhere(error: KvrelayErr
     claim = HandoffClaim(HandoffId("d", 1), "p0", "same", term=1)
     side.carry_out(pe.SendClaim("d", claim))
     assert side.events[1:] == [event]
+
+
+def test_kv_is_neither_read_nor_written_between_memories_that_are_not_connected_or_do_not_fit() -> None:
+    side, handoff_id, blocks = Recording(), HandoffId("d", 1), pe.RequestBlocks(0, (1,))
+    side.pull()
+    side.ledger.handoffs[handoff_id] = SimpleNamespace(decode_block_size=lambda rules: 4)  # type: ignore[assignment]
+    later: list[Callable[[], None]] = []
+    side.ports.memory = SimpleNamespace(pieces=lambda *_: None)  # type: ignore[assignment]
+    side.ports.turns.soon = lambda call, *arguments: later.append(lambda: call(*arguments))  # type: ignore[method-assign]
+    side.carry_out(pe.ReadHits(handoff_id, blocks, (7,), 0))
+    side.carry_out(pe.Write(handoff_id, 1, blocks, (7,), None, 0))
+    assert len(side.events) == 1, "never within the call, whose lock is still held"
+    for call in later:
+        call()
+    assert side.events[1:] == [pe.HitsRead(handoff_id, False), pe.Written(handoff_id, False)]

@@ -103,7 +103,6 @@ class LeaseTable:
         return self._reconcile([key])
 
     def delete(self, key: str) -> list[WatchEvent]:
-        self._seen_keys.add(key)
         self._unlink(key)
         return self._reconcile([key])
 
@@ -121,7 +120,6 @@ class LeaseTable:
 
     def end(self, lease_id: str) -> list[WatchEvent]:
         """The lease has ended, and its entries with it."""
-        self._seen_leases.add(lease_id)
         self._leases.pop(lease_id, None)
         keys = self._keys_of.get(lease_id, set()).copy()
         events = self._reconcile(sorted(keys))
@@ -148,7 +146,7 @@ class LeaseTable:
                 state.refreshed_s = now
         for key in self._entries.keys() - self._seen_keys:
             holder = self._entries[key].lease_id
-            if holder is None or holder not in self._leases or holder in self._seen_leases:
+            if holder not in self._leases or holder in self._seen_leases:
                 self._unlink(key)
         return self._reconcile(sorted(self._entries.keys() | self._visible.keys()))
 

@@ -465,7 +465,7 @@ class PrefillHandoff:
     def lost(self, reason: EndReason, context: PrefillContext) -> None:
         """Stop: D does not need it, or it is no longer allowed. Blocks that D may be reading are kept until D says so
         or is fenced."""
-        if self.state in _STOPPABLE and self.state is not PrefillState.HOLDING:
+        if self.state is not PrefillState.HOLDING:
             self.stop(reason, context)
 
     def fenced(self, context: PrefillContext) -> None:

@@ -66,10 +66,10 @@ def decide(
     )
     if local_price <= remote_price:
         end_cost = local_cost(situation, situation.num_line)[1]
-        is_local = situation.is_here_open or not is_window_open or end_cost <= remote_price
+        is_local = situation.is_here_open or end_cost <= remote_price
     else:
         end_cost = _remote(situation, remote, ahead + situation.num_line / prefill_load.num_workers, spread)[1]
-        is_local = not is_window_open and situation.is_here_open and local_price < end_cost
+        is_local = not is_window_open and local_price < end_cost
     place: PrefillPlace | None = None
     if is_local:
         place = PrefillPlace.LOCAL_CHEAPER if situation.is_here_open else None

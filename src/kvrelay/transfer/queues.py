@@ -204,7 +204,7 @@ class TransferQueues:
                 return
             if not transfer.parts:
                 peer.waiting.popleft()
-        if not peer.waiting and not peer.posts:
+        if not peer.posts:
             self._peers.pop(worker_id, None)
 
     def _post(self, worker_id: str, peer: _PeerQueue, transfer: Transfer, notify: bytes | None) -> bool:

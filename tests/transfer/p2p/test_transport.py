@@ -354,6 +354,21 @@ def test_only_workers_whose_keys_are_known_get_in(make: Callable[..., End]) -> N
     assert stranger.outcome(kept_out) is None
 
 
+def test_a_key_that_was_replaced_admits_no_one(make: Callable[..., End]) -> None:
+    addresses = [P2pAddress(keys=new_curve_keys(), is_guarded=False) for _ in range(3)]
+    d, p, q = (make(name, address=address) for name, address in zip("dpq", addresses, strict=True))
+    keys = [address.keys.public.decode() for address in addresses]
+    d.transport.learn("q", keys[2])
+    for key in (keys[1], new_curve_keys().public.decode()):
+        d.transport.learn("p", key)
+    kept_out = p.write(d, [3], [3])
+    assert q.outcome(q.write(d, [1], [2])) is None, "the key of another worker stays"
+    p.poll()
+    assert kept_out not in p.completed
+    d.transport.learn("p", keys[1])
+    assert p.outcome(kept_out) is None
+
+
 def test_a_worker_cannot_speak_in_the_name_of_another(make: Callable[..., End]) -> None:
     addresses = [P2pAddress(keys=new_curve_keys(), is_guarded=False) for _ in range(2)]
     d, p = make("d", address=addresses[0]), make("p", address=addresses[1])

@@ -84,7 +84,7 @@ class KeeperElection:
 
     def tick(self) -> bool:
         """Whether to announce this watcher as the lease keeper now. It may have just become the keeper."""
-        if not self.may_keep or self._clock.now() < self.due_s():
+        if self._clock.now() < self.due_s():
             return False
         self.state = KeeperState.KEEPING
         self._said_s = self._clock.now()
