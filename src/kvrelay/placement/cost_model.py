@@ -101,7 +101,7 @@ class StepCostModel:
     def cost(self) -> StepCost:
         """The coefficients of now; the prior before the first sample."""
         if self._cost is None:
-            self._cost = StepCost(*self._steps.coefficients, self._tokens_per_step)
+            self._cost = StepCost(*self._steps.coefficients, tokens_per_step=self._tokens_per_step)
         return self._cost
 
     @property
