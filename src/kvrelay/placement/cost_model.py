@@ -101,7 +101,10 @@ class StepCostModel:
     def cost(self) -> StepCost:
         """The coefficients of now; the prior before the first sample."""
         if self._cost is None:
-            self._cost = StepCost(*self._steps.coefficients, tokens_per_step=self._tokens_per_step)
+            step_s, prefill_s, prefill_token_s, pair_s, decode_s, context_s = self._steps.coefficients
+            self._cost = StepCost(
+                step_s, prefill_s, prefill_token_s, pair_s, decode_s, context_s, self._tokens_per_step
+            )
         return self._cost
 
     @property
