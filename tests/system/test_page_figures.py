@@ -324,8 +324,12 @@ async def page(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
 
 
 async def texts(page: Page, selector: str) -> list[str]:
-    """At one moment: the page replaces elements every second."""
-    return await page.locator(selector).all_inner_texts()
+    """The page replaces elements every second, and one that was replaced between its finding and its reading has no
+    lines. So they are read until two readings agree."""
+    before: list[str] | None = None
+    while (found := await page.locator(selector).all_inner_texts()) != before:
+        before = found
+    return found
 
 
 async def test_tiles(page: Page) -> None:

@@ -312,7 +312,7 @@ class Client:
     async def answer(self, request_id: str) -> list[int]:
         await self.until(lambda: request_id in self.last or request_id in self.refused)
         assert request_id not in self.refused, self.refused[request_id]
-        assert self.last[request_id].finish_reason is FinishReason.LENGTH
+        assert self.last[request_id].finish_reason is FinishReason.LENGTH, self.last[request_id].error
         return self.tokens[request_id]
 
 
