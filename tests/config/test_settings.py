@@ -125,6 +125,8 @@ def test_a_value_in_the_file_means_what_it_means_as_a_flag(text: str, expected: 
         ("1: 2", "unknown setting frontend.1"),
         ("? [1]\n  : 2", "cannot read configuration file"),
         ("port: !!int x", "cannot read configuration file"),
+        ("port: 1\n  port: 2", "port stands twice .*line 3"),
+        ("port: 1\nfrontend:\n  host: a", "frontend stands twice .*line 3"),
         ("host: " + "[" * 5000, "cannot read configuration file"),
     ],
 )

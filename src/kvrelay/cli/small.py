@@ -34,7 +34,7 @@ def api_key(name: str, file: Path | None, **limits: int | None) -> None:
     key, line = new_api_key(name, KeyLimits(**limits))
     if file is not None:
         append_key(file, name, line)
-    added = f"added {name} to {file}; frontends with this --api-keys-file admit it within a second or two"
+    added = f"added {name} to {file}; who was started with this file admits it within a second or two"
     click.echo(f"key:  {key}")
     click.echo(f"line: {line}" if file is None else added)
 

@@ -30,12 +30,20 @@ ENV_PREFIX = "KVRELAY_"
 
 class _TextLoader(yaml.SafeLoader):
     """Reads values as text, like flags and the environment: `off` is not a boolean there, nor `0123` a number. Only
-    null stays null."""
+    null stays null. A key that stands twice is refused: the library would drop what stands first."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} stands twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def load_settings(

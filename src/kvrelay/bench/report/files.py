@@ -28,7 +28,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_kept = path.is_symlink() or (path.exists() and not path.is_file())
-        part = path if is_kept else path.with_name(path.name + ".part")
+        part = path if is_kept else path.with_name(f"{path.name}.{os.getpid()}.part")
         part.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
         if not is_kept:
             os.replace(part, path)
