@@ -56,7 +56,7 @@ class EngineConfig(Settings):
     priority_ageing_s: float = setting(10.0, "Seconds of waiting that count as one priority; 0: no ageing.", low=0)
     kv_watermark: float = setting(16.0, "KV demand, in KV pools, above which requests get 429; 0: no limit.", low=0)
     block_size: int = setting(16, "Tokens per KV block.", low=1, high=1024)
-    num_blocks: int = setting(0, "Blocks in the KV pool; 0: from kv_cache_memory.", low=0, high=10_000_000)
+    num_blocks: int = setting(0, "Blocks in the KV pool; 0: from kv_cache_memory.", low=0)
     kv_cache_memory: str = setting("auto", "Size of the KV pool, e.g. 4GiB; auto: a share of free memory.")
     max_model_len: int = setting(
         0, "Maximum tokens of prompt plus answer; 0: the checkpoint's limit, or what the KV pool holds.", low=0

@@ -392,6 +392,11 @@ async def test_kv_goes_from_vllm_to_vllm_by_kvrelays_transport() -> None:
             name: len(tokens) for name, tokens in prompts.items()
         }
         await running.until(lambda: prefill.worker.stats().prefill.num_prefills == 6)
+        await running.until(lambda: prefill.engine.peek(lambda engine: engine.stats()).times.sending.count == 6)
+        came, sent = (
+            node.worker.activity(node.engine.peek(lambda engine: engine.stats())) for node in (decode, prefill)
+        )
+        assert (came.claims.num, came.handoffs.num, sent.sends.num) == (6, 6, 6)
 
 
 async def test_blocks_in_the_decode_workers_cache_stay_where_they_are() -> None:

@@ -381,10 +381,13 @@ class HostedEngine:
         self._require_due(running, len(token_ids))
         self._costs.answered(request_id, len(token_ids), len(request.token_ids) + len(token_ids))
         if token_ids and not request.first_output_sent:
-            times, now_s = self._load_counts.times, self._clock.now()
-            (times.handoff if is_remote else times.prefill).observe(now_s - request.entered_s)
-            request.is_late = request.is_late_at(now_s)
+            self._first_came(request, is_remote=is_remote)
         self._report(request, piece)
+
+    def _first_came(self, request: Request, *, is_remote: bool) -> None:
+        times, now_s = self._load_counts.times, self._clock.now()
+        (times.handoff if is_remote else times.prefill).observe(now_s - request.entered_s)
+        request.is_late = request.is_late_at(now_s)
 
     def _report(self, request: Request, piece: AnswerChunk) -> None:
         """The piece's tokens, and the answer's end. A prompt that is only scored has an end, and no tokens."""
@@ -623,6 +626,7 @@ class HostedEngine:
         running.attached_s = self._clock.now()
         self._mark_now(request, Phase.ATTACHED)
         if _goes_on_from(request):
+            self._first_came(request, is_remote=True)
             request.token_ids.append(token_id)
             running.num_sent_tokens += 1
             self._load_counts.num_generated_tokens += 1
@@ -747,7 +751,9 @@ class HostedEngine:
 
     def sending_finished(self, request_id: str) -> None:
         """The decode worker's backend has the KV, or none will get it. The answer may still be ending."""
-        if self._forget_running(request_id) is not None:
+        if (running := self._forget_running(request_id)) is not None:
+            if running.heard_s:
+                self._load_counts.times.sending.observe(self._clock.now() - running.heard_s)
             self._ended.add(1)
             self._start_held()
         if self.staging is not None:
