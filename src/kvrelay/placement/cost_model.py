@@ -33,7 +33,7 @@ MAX_SPREAD = 1.0
 """Times that scatter by more than a factor e say nothing, and the formulas must stay finite."""
 MANY_STEPS, SAMPLED_STEPS = 200, 4
 """After so many steps of a kind, every so-manieth is a sample: decode steps, and prefills of less than SHORT_STEP_S."""
-SHORT_STEP_S = 0.001
+SHORT_STEP_S = 0.002
 """A fit takes a hundredth of this."""
 MANY_DECODES = 4096
 """``tokens_per_step`` is the mean of the last half to all of so many: an answer's text decides how much is accepted."""
