@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from kvrelay.cli.main import run
 from kvrelay.core.step_cost import StepCost
 from kvrelay.evaluate.options import OBJECTIVES, EvaluateOptions, suited
 
@@ -33,3 +36,20 @@ def test_the_load_has_half_of_what_the_slots_can_do() -> None:
         "m", Path("m"), Path("out"), 500.0, 25.0, load_spec="poisson:rate=0.8", slots=4, unset=("load_spec",)
     )
     assert suited(options(), SLOW, 0.8, 1000.0) == options()
+
+
+@pytest.mark.parametrize("words", [(), ("--slo-itl-ms", "40")])
+def test_what_nobody_gave_begins_as_the_usual_objective(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's own default is 0: one that yields."""
+    found: list[EvaluateOptions] = []
+
+    def begin(options: EvaluateOptions, *_: object, **__: object) -> None:
+        found.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvrelay.evaluate.run.evaluate", begin)
+    assert run(["evaluate", "--output-dir", str(tmp_path / "out"), *words]) == 130
+    assert (found[0].slo_ttft_ms, found[0].slo_itl_ms) == (500.0, float(words[1]) if words else 25.0)
+    assert ("slo_itl_ms" in found[0].unset) is not bool(words)

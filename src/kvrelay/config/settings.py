@@ -286,7 +286,7 @@ class DisaggConfig(Settings):
     )
     slo_ttft_ms: float = setting(500.0, "Objective for the first token.", low=1)
     slo_itl_ms: float = setting(
-        0.0, "Objective between tokens of an answer; 0: 25 ms, more while most first tokens are late.", low=0
+        0.0, f"Objective between tokens of an answer; 0: {DEFAULT_ITL_MS:g} ms, more while most are late.", low=0
     )
     early_reject: bool = setting(False, "cost: 429 for a request that can no longer meet its first-token objective.")
     max_local_prefill_length: int = setting(256, "threshold: longest local prefill, in tokens; 0: none.", low=0)

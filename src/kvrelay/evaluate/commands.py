@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvrelay.evaluate.options import EvaluateOptions
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_DEFAULTS = DisaggConfig()
+_USUAL = {"slo_ttft_ms": DisaggConfig().slo_ttft_ms, "slo_itl_ms": DisaggConfig().itl_ms}
 
 
 @click.command("evaluate")
@@ -38,12 +38,12 @@ _DEFAULTS = DisaggConfig()
 @click.option(
     "--slo-ttft-ms",
     type=click.FloatRange(1.0),
-    help=f"Objective for the first token, in ms.  [default: {_DEFAULTS.slo_ttft_ms:g}, or what this machine can hold]",
+    help=f"Objective for the first token, in ms.  [default: {_USUAL['slo_ttft_ms']:g}, or what this machine can hold]",
 )
 @click.option(
     "--slo-itl-ms",
     type=click.FloatRange(1.0),
-    help=f"Objective between tokens, in ms.  [default: {_DEFAULTS.slo_itl_ms:g}, or what this machine can hold]",
+    help=f"Objective between tokens, in ms.  [default: {_USUAL['slo_itl_ms']:g}, or what this machine can hold]",
 )
 @click.option("--price", type=click.FloatRange(0.0, min_open=True), help="Of one slot for an hour; default: none.")
 @click.option(
@@ -112,7 +112,7 @@ def _options(model: str | None, engine_kind: str, sections: tuple[str, ...], **g
     if given["trace"] is not None and given["load_spec"] is not None:
         raise InvalidInputError("give either --trace FILE or --load SPEC, not both", param="load")
     unset = tuple(name for name in OBJECTIVES if given[name] is None)
-    given |= {name: getattr(_DEFAULTS, name) for name in unset}
+    given |= {name: _USUAL[name] for name in unset}
     if given["trace"] is None and given["load_spec"] is None:
         given["load_spec"], unset = DEFAULT_LOAD, ("load_spec", *unset)
     path = resolve_model(model)
