@@ -14,6 +14,7 @@ import pytest
 from benchmarks.__main__ import benchmarks
 
 from kvrelay.cli.main import cli
+from kvrelay.marks import waterfall
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -21,6 +22,7 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "GLOSSARY", "CONTRIBUTING", "CHANGELOG")),
 ]
 SCRIPTS = [path for room in ("tests", "tools", "benchmarks", "src") for path in sorted((ROOT / room).rglob("*.py"))]
+DEPLOYED = sorted((ROOT / "deploy").rglob("*"))
 FOREIGN = {
     "--cpus",
     "--junitxml",
@@ -124,7 +126,7 @@ def flags_here(command: click.Command) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_exist(page: Path) -> None:
-    paths = [f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.rglob("*") if ".venv" not in path.parts]
+    paths = [path.as_posix() for path in (*SCRIPTS, *DEPLOYED)]
     for name in re.findall(r"`(\w+/[\w/-]+\.(?:py|yaml|json|conf))[ `]", text_of(page)):
         assert any(path.endswith(f"/{name}") for path in paths), name
     for module in re.findall(r"-m ((?:tests|benchmarks|kvrelay)\.[a-z_.]*[a-z_])", text_of(page)):
@@ -164,7 +166,7 @@ FACTORS = {"MiB": 2**20, "GiB": 2**30, "days": 86400}
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_defaults_are_the_flags(page: Path) -> None:
     """As in ``--flag` (64 MiB)`` or ``--flag` (default 16)``. ``test_flag_table.py`` holds the table to the flags."""
-    rows = re.findall(r"^\| `(--[a-z0-9-]+)`[^|]*\| `([^`]*)`", text_of(ROOT / "docs" / "flags.md"), flags=re.MULTILINE)
+    rows = re.findall(r"^- `(--[a-z0-9-]+)`[^(]*\(`([^`]*)`", text_of(ROOT / "docs" / "flags.md"), flags=re.MULTILINE)
     defaults = {flag: {default, f"{default}".removesuffix(".0")} for flag, default in rows}
     stated = r"`(--[a-z0-9-]+)`\s(?:bytes\s)?\((?:default:?\s)?([\d.,]+)(?:\s(s|MiB|GiB|days))?[;):]"
     for flag, number, unit in re.findall(stated, text_of(page)):
@@ -183,3 +185,24 @@ def test_metrics_are_those_of_the_reference(page: Path) -> None:
     named = re.findall(r"`((?:kvrelay_)?[a-z][a-z0-9_]+_(?:total|seconds|ratio))\b", prose_of(page))
     for name in {re.sub(r"^kvrelay_(worker_)?", "", name) for name in named}:
         assert name in known or name.startswith("kv_tier_"), name
+
+
+def test_the_spans_of_a_waterfall_are_explained() -> None:
+    tables = (waterfall.AT_FRONTEND, waterfall.AT_DECODE, waterfall.AT_PREFILL)
+    spans = {span for table in tables for *_, span in table}
+    assert spans <= set(re.findall(r"`([a-z_]+)`", text_of(ROOT / "docs" / "where-time-goes.md")))
+
+
+def test_the_glossary_is_sorted() -> None:
+    terms = re.findall(r"^\| ([^|]+) \|", text_of(ROOT / "GLOSSARY.md"), flags=re.MULTILINE)[1:]
+    assert terms == sorted(terms, key=str.lower)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_whole(page: Path) -> None:
+    """A row after an empty line begins no table of its own."""
+    for table in re.findall(r"(?:^\|.*\n)+", prose_of(page), flags=re.MULTILINE):
+        rows = table.splitlines()
+        assert len(rows) > 2, rows[0]
+        assert re.fullmatch(r"(\|---)+\|", rows[1]), rows[0]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows[0]
