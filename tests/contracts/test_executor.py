@@ -20,7 +20,6 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import Executor, SchedulerOutput
 from kvrelay.engines.registry import build_executor
 from kvrelay.errors import InvalidInputError
-from kvrelay.executors import grammars
 from kvrelay.executors.grammars import Walk
 from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
@@ -44,10 +43,7 @@ EXECUTORS = {"mock": _builder("mock"), "torch": _builder("torch"), "torch-tp2": 
 @pytest.fixture(scope="module", params=EXECUTORS)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Executor, Executor]]:
     """Two executors of one model in one process, as a prefill and a decode worker of one machine would have them."""
-    with pytest.MonkeyPatch.context() as patch:
-        # On a busy machine a core's time is worth half as much.
-        patch.setattr(grammars, "COMPILE_CPU_S", 30.0)
-        made = (EXECUTORS[request.param](), EXECUTORS[request.param]())
+    made = (EXECUTORS[request.param](), EXECUTORS[request.param]())
     for executor in made:
         executor.warm_up()
     yield made
@@ -276,7 +272,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_fails_its_sequence_alone(
 
 
 def test_a_grammar_that_explodes_on_its_way_fails_its_sequence_alone(executor: Executor) -> None:
-    sampling = SamplingParams(temperature=0.0, grammar=Grammar(GrammarKind.REGEX, "(a{1000}){1000}"))
+    sampling = SamplingParams(temperature=0.0, grammar=Grammar(GrammarKind.REGEX, "a{150000}"))  # compiled in 0.3 s
     executor.prepare(sampling)
     harness = Harness(executor, 10)
     good, bad = harness.add(0, [5, 6, 7]), harness.add(1, [5, 6, 7], sampling=sampling)
