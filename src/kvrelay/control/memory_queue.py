@@ -14,6 +14,7 @@ from kvrelay.control.queue_order import QueueTurns
 from kvrelay.core.clock import Clock
 from kvrelay.core.control_codec import decode_prefill
 from kvrelay.core.handoff import QueueClass, RemotePrefillRequest
+from kvrelay.core.tasks import happen
 from kvrelay.errors import ProtocolError
 
 _log = logging.getLogger(__name__)
@@ -153,11 +154,7 @@ class MemoryPrefillQueue:
             if delivery is not None or remaining_s <= 0:
                 return delivery
             self._queue.changed.clear()
-            try:
-                async with asyncio.timeout(remaining_s):
-                    await self._queue.changed.wait()
-            except TimeoutError:
-                continue
+            await happen(remaining_s, self._queue.changed)
 
     async def size(self, kv_compatibility: str | None = None) -> int:
         self._plane.check_connected()

@@ -1,4 +1,4 @@
-"""Background tasks of one owner: kept until they end, their failures logged, ended together."""
+"""Background tasks of one owner: kept until they end, their failures logged, ended together. And a wait for events."""
 
 from __future__ import annotations
 
@@ -41,6 +41,17 @@ async def failure_of(work: Awaitable[object], what: str) -> KvrelayError | None:
         _log.exception("%s failed", what)
         return KvrelayError(f"{what} failed: {exc!r}")
     return None
+
+
+async def happen(timeout_s: float, *events: asyncio.Event) -> bool:
+    """Whether all events are set within ``timeout_s``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            for event in events:
+                await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 class TaskSet:

@@ -22,6 +22,7 @@ from kvrelay.config import ControlConfig
 from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.core.garbage import spare_what_stays
 from kvrelay.core.process_usage import ProcessUsage
+from kvrelay.core.tasks import happen
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError
 from kvrelay.launch.actuators import ClusterActuator, HookActuator
 from kvrelay.launch.fleet_observer import FleetObserver
@@ -91,11 +92,7 @@ class PlannerProcess:
         """Until ``stop``."""
         while not stop.is_set():
             await self.tick()
-            try:
-                async with asyncio.timeout(self._config.interval_s):
-                    await stop.wait()
-            except TimeoutError:
-                pass
+            await happen(self._config.interval_s, stop)
 
     async def tick(self) -> None:
         """Look and decide once. A control plane that is away is reported, and nothing changes; nor does it after a

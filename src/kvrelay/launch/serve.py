@@ -28,7 +28,7 @@ from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import end_tasks, happen
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import CheckpointError, ControlUnavailableError, FatalError, KvrelayError, WorkerUnavailableError
 from kvrelay.http import reserve_port
@@ -317,11 +317,7 @@ class LocalCluster:
             if supervisor is not None:
                 await supervisor.check()
             await self._check_serving_workers(time.monotonic())
-            try:
-                async with asyncio.timeout(POLL_INTERVAL_S * 4):
-                    await self._stop.wait()
-            except TimeoutError:
-                pass
+            await happen(POLL_INTERVAL_S * 4, self._stop)
 
     def revive(self, child: Child, now_s: float) -> None:
         """Restart a worker or frontend that has crashed, when that is due. Raises FatalError if that does not help."""

@@ -28,7 +28,7 @@ from kvrelay.control.base import ControlPlane, Keys, Lease, WatchEvent, WatchKin
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_worker
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.tasks import TaskSet, end_tasks
+from kvrelay.core.tasks import TaskSet, end_tasks, happen
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError
 from kvrelay.http import reserve_port
 from kvrelay.launch.children import (
@@ -252,11 +252,7 @@ class Agent:
         try:
             while not self._stop.is_set():
                 self._children = [child for child in self._children if keep(child, time.monotonic())]
-                try:
-                    async with asyncio.timeout(CHECK_INTERVAL_S):
-                        await self._stop.wait()
-                except TimeoutError:
-                    pass
+                await happen(CHECK_INTERVAL_S, self._stop)
         finally:
             await end_tasks([orders])
             await stop_children(self._children, self._drain_timeout_s)

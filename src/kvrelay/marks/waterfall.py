@@ -12,7 +12,7 @@ machines are known only so well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import msgspec
 
@@ -23,75 +23,48 @@ from kvrelay.marks.trace import Attempt, Trace
 from kvrelay.marks.travel import decode
 
 _P = Phase
-Table = tuple[tuple[Phase, Phase, str], ...]
+Table = Mapping[Phase, Mapping[Phase, str]]
 
-AT_FRONTEND: Table = (
-    (_P.RECEIVED, _P.TOKENISED, "tokenise"),
-    (_P.TOKENISED, _P.ROUTED, "route"),
-    (_P.MIGRATED, _P.ROUTED, "move"),
-    (_P.ROUTED, _P.REFUSED, "refuse"),
-    (_P.REFUSED, _P.ROUTED, "route"),
-    (_P.FIRST_TOKEN, _P.FINISHED, "answer"),
-    (_P.FIRST_TOKEN, _P.FAILED, "answer"),
-)
-AT_DECODE: Table = (
-    (_P.RECEIVED, _P.ADMITTED, "admit"),
-    (_P.ADMITTED, _P.PREFILL_STARTED, "wait"),
-    (_P.ADMITTED, _P.PREFILL_QUEUED, "wait"),
-    (_P.ADMITTED, _P.LOADING, "wait"),
-    (_P.ADMITTED, _P.TAKEN_IN, "submit"),
-    (_P.RECOMPUTED, _P.TAKEN_IN, "submit"),
-    (_P.ATTACHED, _P.TAKEN_IN, "submit"),
-    (_P.SENT, _P.TAKEN_IN, "submit"),
-    (_P.TAKEN_IN, _P.LOADING, "wait"),
-    (_P.TAKEN_IN, _P.PREFILL_STARTED, "wait"),
-    (_P.ATTACHED, _P.FETCHING, "submit"),
-    (_P.FETCHING, _P.PREFILL_STARTED, "fetch"),
-    (_P.LOADING, _P.LOADED, "load"),
-    (_P.LOADED, _P.PREFILL_STARTED, "wait"),
-    (_P.PREFILL_STARTED, _P.SAMPLED, "prefill"),
-    (_P.PREFILL_STARTED, _P.RESUMED, "resume"),
-    (_P.SAMPLED, _P.SENT, "report"),
-    (_P.SAMPLED, _P.PREEMPTED, "decode"),
-    (_P.RESUMED, _P.PREEMPTED, "decode"),
-    (_P.PREEMPTED, _P.RESUMED, "preempted"),
-    (_P.LOADING, _P.PREFILL_STARTED, "load"),
-    (_P.CLAIM_HEARD, _P.GRANTED, "grant"),
-    (_P.TRANSFER_POSTED, _P.TRANSFER_ENDED, "transfer"),
-    (_P.TRANSFER_ENDED, _P.ATTACHED, "attach"),
-    (_P.TRANSFER_ENDED, _P.HELD, "attach"),
-    (_P.ATTACHED, _P.SENT, "report"),
-    (_P.HELD, _P.SENT, "report"),
-    (_P.SENT, _P.PREEMPTED, "decode"),
-    (_P.SENT, _P.LOADING, "held"),
-    (_P.SENT, _P.RESUMED, "held"),
-    (_P.LOADING, _P.RESUMED, "load"),
-    (_P.RESUMED, _P.SENT, "decode"),
-    (_P.PREFILL_STARTED, _P.SENT, "prefill"),
-    (_P.PREEMPTED, _P.PREFILL_STARTED, "preempted"),
-    (_P.PREEMPTED, _P.LOADING, "preempted"),
-    (_P.PREFILL_QUEUED, _P.RECOMPUTED, "lost"),
-    (_P.RECOMPUTED, _P.PREFILL_STARTED, "wait"),
-    (_P.RECOMPUTED, _P.LOADING, "wait"),
-    (_P.SENT, _P.SENT, "decode"),
-)
-AT_PREFILL: Table = (
-    (_P.PULLED, _P.LOADING, "prepare"),
-    (_P.PULLED, _P.PREFILL_STARTED, "prepare"),
-    (_P.RECEIVED, _P.LOADING, "prepare"),
-    (_P.RECEIVED, _P.PREFILL_STARTED, "prepare"),
-    (_P.LOADING, _P.PREFILL_STARTED, "load"),
-    (_P.PULLED, _P.TAKEN_IN, "prepare"),
-    (_P.RECEIVED, _P.TAKEN_IN, "prepare"),
-    (_P.TAKEN_IN, _P.PREFILL_STARTED, "wait"),
-    (_P.CLAIMED, _P.GRANT_HEARD, "claim"),
-    (_P.PREFILL_STARTED, _P.PREFILL_ENDED, "prefill"),
-    (_P.PREFILL_ENDED, _P.TRANSFER_POSTED, "hand_over"),
-    (_P.PREFILL_ENDED, _P.SAVED, "save"),
-    (_P.SAVED, _P.TRANSFER_POSTED, "hand_over"),
-)
-"""Within one process: from the last mark of the first phase to the next one of the second. Of several that may follow
-a phase, the first one counts."""
+AT_FRONTEND: Table = {
+    _P.RECEIVED: {_P.TOKENISED: "tokenise"},
+    _P.TOKENISED: {_P.ROUTED: "route"},
+    _P.MIGRATED: {_P.ROUTED: "move"},
+    _P.ROUTED: {_P.REFUSED: "refuse"},
+    _P.REFUSED: {_P.ROUTED: "route"},
+    _P.FIRST_TOKEN: {_P.FINISHED: "answer", _P.FAILED: "answer"},
+}
+AT_DECODE: Table = {
+    _P.RECEIVED: {_P.ADMITTED: "admit"},
+    _P.ADMITTED: {_P.PREFILL_STARTED: "wait", _P.PREFILL_QUEUED: "wait", _P.LOADING: "wait", _P.TAKEN_IN: "submit"},
+    _P.TAKEN_IN: {_P.LOADING: "wait", _P.PREFILL_STARTED: "wait"},
+    _P.PREFILL_QUEUED: {_P.RECOMPUTED: "lost"},
+    _P.RECOMPUTED: {_P.TAKEN_IN: "submit", _P.PREFILL_STARTED: "wait", _P.LOADING: "wait"},
+    _P.CLAIM_HEARD: {_P.GRANTED: "grant"},
+    _P.TRANSFER_POSTED: {_P.TRANSFER_ENDED: "transfer"},
+    _P.TRANSFER_ENDED: {_P.ATTACHED: "attach", _P.HELD: "attach"},
+    _P.HELD: {_P.SENT: "report"},
+    _P.ATTACHED: {_P.TAKEN_IN: "submit", _P.FETCHING: "submit", _P.SENT: "report"},
+    _P.FETCHING: {_P.PREFILL_STARTED: "fetch"},
+    _P.LOADING: {_P.LOADED: "load", _P.PREFILL_STARTED: "load", _P.RESUMED: "load"},
+    _P.LOADED: {_P.PREFILL_STARTED: "wait"},
+    _P.PREFILL_STARTED: {_P.SAMPLED: "prefill", _P.RESUMED: "resume", _P.SENT: "prefill"},
+    _P.SAMPLED: {_P.SENT: "report", _P.PREEMPTED: "decode"},
+    _P.SENT: {_P.TAKEN_IN: "submit", _P.PREEMPTED: "decode", _P.LOADING: "held", _P.RESUMED: "held", _P.SENT: "decode"},
+    _P.PREEMPTED: {_P.RESUMED: "preempted", _P.PREFILL_STARTED: "preempted", _P.LOADING: "preempted"},
+    _P.RESUMED: {_P.PREEMPTED: "decode", _P.SENT: "decode"},
+}
+AT_PREFILL: Table = {
+    _P.PULLED: {_P.LOADING: "prepare", _P.PREFILL_STARTED: "prepare", _P.TAKEN_IN: "prepare"},
+    _P.RECEIVED: {_P.LOADING: "prepare", _P.PREFILL_STARTED: "prepare", _P.TAKEN_IN: "prepare"},
+    _P.LOADING: {_P.PREFILL_STARTED: "load"},
+    _P.TAKEN_IN: {_P.PREFILL_STARTED: "wait"},
+    _P.CLAIMED: {_P.GRANT_HEARD: "claim"},
+    _P.PREFILL_STARTED: {_P.PREFILL_ENDED: "prefill"},
+    _P.PREFILL_ENDED: {_P.TRANSFER_POSTED: "hand_over", _P.SAVED: "save"},
+    _P.SAVED: {_P.TRANSFER_POSTED: "hand_over"},
+}
+"""Within one process: from the last mark of a phase to the next one of each that may follow it. Of several, the first
+one counts."""
 POINTS = {
     *(_P.RECEIVED, _P.LATE_TOKEN, _P.MIGRATED, _P.REFUSED, _P.FIRST_TOKEN, _P.FINISHED, _P.FAILED, _P.FIRST_BYTES),
     _P.SAVED,
@@ -290,16 +263,9 @@ class _Spans:
 
     def process(self, worker: _Worker, table: Table) -> None:
         """Those within one process: from a phase to the first of those that the table has after it."""
-        for begin, end, name in table:
-            others = {phase for first, phase, _ in table if first is begin} - {end}
-            sooner = [mark for mark in worker.marks if mark.phase in others]
-            for start_s, end_s in _next_pairs(worker.marks, begin, end):
-                # The phase itself may also be what follows: then not at its own time.
-                if any(
-                    start_s <= mark.at_s < end_s and (mark.phase is not begin or mark.at_s > start_s) for mark in sooner
-                ):
-                    continue
-                self._add(worker, name, start_s + worker.offset.seconds, end_s + worker.offset.seconds)
+        for begin, after in table.items():
+            for end, name in after.items():
+                self._follow(worker, begin, end, name, after.keys() - {end})
         waited: Mark | None = None
         for mark in worker.marks:
             at_s = mark.at_s + worker.offset.seconds
@@ -309,6 +275,14 @@ class _Spans:
                 if waited is not None and (waited_ms := (mark.value - waited.value) * MS) >= SHORTEST_RUN_QUEUE_MS:
                     self._add(worker, "run_queue", waited.at_s + worker.offset.seconds, at_s, waited_ms)
                 waited = mark
+
+    def _follow(self, worker: _Worker, begin: Phase, end: Phase, name: str, others: Set[Phase]) -> None:
+        """From ``begin`` to ``end``, unless one of ``others`` comes sooner."""
+        sooner = [mark for mark in worker.marks if mark.phase in others]
+        for start_s, end_s in _next_pairs(worker.marks, begin, end):
+            # The phase itself may also be what follows: then not at its own time.
+            if not any(start_s <= m.at_s < end_s and (m.phase is not begin or m.at_s > start_s) for m in sooner):
+                self._add(worker, name, start_s + worker.offset.seconds, end_s + worker.offset.seconds)
 
     def between(
         self,

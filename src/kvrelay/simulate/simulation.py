@@ -208,7 +208,7 @@ class Simulation:
         worker.is_alive = False
         for other in self._alive():
             other.on_decode(LeaseEnded(worker.worker_id))
-            other.on_prefill(LeaseEnded(worker.worker_id))
+            other.prefills.handle(LeaseEnded(worker.worker_id))
 
     def _kill(self, worker: SimulatedWorker) -> None:
         """Connections end after a heartbeat's time-out, the lease after its time to live."""
@@ -219,7 +219,7 @@ class Simulation:
     def _disconnected(self, worker_id: str) -> None:
         for other in self._alive():
             other.on_decode(de.ClaimantConnectionLost(worker_id))
-            other.on_prefill(pe.DecodeConnectionLost(worker_id))
+            other.prefills.handle(pe.DecodeConnectionLost(worker_id))
         self.frontend.lost(worker_id)
 
     def _lease_ended(self, worker: SimulatedWorker) -> None:

@@ -32,7 +32,6 @@ from kvrelay.engine.step import StepOutput
 from kvrelay.engine.thread import LOAD_INTERVAL_S
 from kvrelay.errors import KvrelayError, OverloadedError, WorkerUnavailableError
 from kvrelay.handoff import decode_events as de
-from kvrelay.handoff import prefill_events as pe
 from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.cost_model import RemoteCostModel, StepCostModel
@@ -450,10 +449,6 @@ class SimulatedWorker:
     def _perhaps_drained(self) -> None:
         if self._on_drained is not None:
             self._loop.after(0.0, self.check_drained)
-
-    def on_prefill(self, event: pe.PrefillEvent) -> None:
-        """News of a decode worker."""
-        self.prefills.handle(event)
 
     def from_decode(self, worker_id: str, message: Message) -> None:
         """A decode worker's message."""

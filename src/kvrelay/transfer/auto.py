@@ -115,5 +115,5 @@ class AutoTransport(Transport):
         self._usable[peer.name].remove_peer(worker_id)
 
     def _begin(self, post: Post, peer: _Route) -> None:
-        handle = self._usable[peer.name].post(post.op, post.worker_id, post.pieces, post.notify, post.grant)
+        handle = self._usable[peer.name].forward(post)
         self._handles[peer.name, handle] = post.handle

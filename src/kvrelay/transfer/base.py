@@ -65,7 +65,7 @@ class PostEnd(msgspec.Struct, frozen=True):
     is_refused: bool = False
 
 
-class Post(msgspec.Struct, eq=False):
+class Post(msgspec.Struct, eq=False, tag=True):
     """One call of ``Transport.post``."""
 
     handle: int
@@ -147,6 +147,10 @@ class Transport(ABC):
         self._last_handle += 1
         self._begin(Post(self._last_handle, op, worker_id, pieces, notify, grant), peer)
         return self._last_handle
+
+    def forward(self, post: Post) -> int:
+        """``post`` here, as what a transport that is made of others was asked for: the handle is of this one."""
+        return self.post(post.op, post.worker_id, post.pieces, post.notify, post.grant)
 
     @abstractmethod
     def poll(self) -> tuple[list[PostEnd], list[bytes]]:

@@ -62,29 +62,22 @@ class _PeerQueue:
         return list(dict.fromkeys([*self.posts.values(), *self.waiting]))
 
 
-class TransferQueues:
+class TransferQueues(msgspec.Struct, eq=False):
     """Drives a Transport. ``fence()``: the time on ``clock`` until which posts are allowed. ``on_end(transfer, error)``
     runs once for each transfer that ``accept`` got."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        clock: Clock,
-        fence: Callable[[], float],
-        on_end: Callable[[Transfer, str | None], None],
-    ) -> None:
-        self._transport = transport
-        self._clock = clock
-        self._fence = fence
-        self._on_end = on_end
-        self._region: MemoryRegion | None = None
-        self._kv_compatibility = ""
-        self._known: dict[str, KvMetadata] = {}
-        self._peers: dict[str, _PeerQueue] = {}
-        self._owners: dict[int, Transfer] = {}
-        self._failed_groups: Latest[str, str] = Latest(MAX_FAILED_GROUPS)
-        self.term = 0
-        """Transfers of an earlier term are no longer posted."""
+    _transport: Transport
+    _clock: Clock
+    _fence: Callable[[], float]
+    _on_end: Callable[[Transfer, str | None], None]
+    _region: MemoryRegion | None = None
+    _kv_compatibility: str = ""
+    _known: dict[str, KvMetadata] = {}
+    _peers: dict[str, _PeerQueue] = {}
+    _owners: dict[int, Transfer] = {}
+    _failed_groups: Latest[str, str] = msgspec.field(default_factory=lambda: Latest(MAX_FAILED_GROUPS))
+    term: int = 0
+    """Transfers of an earlier term are no longer posted."""
 
     def __repr__(self) -> str:
         return f"TransferQueues({self._transport.name}, {len(self._known)} peers, {len(self._peers)} busy)"

@@ -76,7 +76,6 @@ class StreamInfo(msgspec.Struct):
     ConsumerInfo."""
 
     state: _StreamState
-    created: datetime.datetime
     ts: datetime.datetime | None = None
 
 
@@ -89,7 +88,6 @@ class ConsumerInfo(msgspec.Struct):
     """``created`` is a time of the server, close to now in the answer to a creation; ``ts`` is the time of the
     answer. ``num_waiting`` counts the pulls that wait."""
 
-    name: str
     created: datetime.datetime
     num_pending: int
     num_ack_pending: int
@@ -105,12 +103,10 @@ class _ConsumerPage(msgspec.Struct):
 
 
 class StoredMessage(msgspec.Struct):
-    """A message of a stream. ``headers`` is the raw header block."""
+    """What is asked of a message of a stream. ``headers`` is the raw header block."""
 
     seq: int
-    subject: str
     headers: bytes = msgspec.field(name="hdrs", default=b"")
-    data: bytes = b""
 
 
 class _StoredMessageReply(msgspec.Struct):

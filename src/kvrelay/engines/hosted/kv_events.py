@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -28,18 +29,15 @@ END = 2**64 - 1
 """The number -1 after the last batch of a replay."""
 
 
-class KvEventReader:
+class KvEventReader(msgspec.Struct, eq=False):
     """Keeps ``cache`` equal to the server's. ``on_events`` gets the changes, in the event loop that runs ``run``."""
 
-    def __init__(
-        self, endpoint: str, replay_endpoint: str, cache: MirroredCache, on_events: Callable[[list[KvEvent]], None]
-    ) -> None:
-        self._endpoint = endpoint
-        self._replay_endpoint = replay_endpoint
-        self._cache = cache
-        self._on_events = on_events
-        self._next = 0
-        """Number of the next batch."""
+    _endpoint: str
+    _replay_endpoint: str
+    _cache: MirroredCache
+    _on_events: Callable[[list[KvEvent]], None]
+    _next: int = 0
+    """Number of the next batch."""
 
     async def run(self) -> None:
         """Until cancelled. A server that was started again counts from 0: its cache is empty then."""

@@ -19,6 +19,7 @@ import msgspec
 from kvrelay.config import FrontendConfig, KeyLimits
 from kvrelay.config.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.core.status import outcome_of
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import InvalidInputError, KvrelayError
@@ -45,6 +46,7 @@ from kvrelay.frontend.generate.prompts import detokenized, tokenized
 from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest, parse_body
 from kvrelay.frontend.responses import INPUT_TOKENS, INPUT_TOKENS_PATH, RESPONSES
 from kvrelay.frontend.side_threads import SideThreads
+from kvrelay.frontend.tools.chat_form import OutputParsers
 from kvrelay.http import Exchange, HttpRequest, Response
 from kvrelay.http.api_keys import ApiKeys
 from kvrelay.http.errors import ErrorShape, Failure, error_response, openai_error
@@ -173,6 +175,7 @@ class FrontendApp:
         self._check_fields = RequestFields(config.on_unknown_field).check
         pipeline = Pipeline(
             config,
+            OrderPolicy(config.order),
             cluster,
             metrics,
             self._keys,
@@ -181,6 +184,7 @@ class FrontendApp:
             self._access_log,
             self._check_fields,
             shown.kept,
+            OutputParsers(config.tool_call_parser, config.reasoning_parser),
         )
         routing = RoutingEndpoints(config, cluster, metrics, self._threads, self._check_fields)
         shown_cluster = ShownCluster(cluster, frontends, metrics.objectives)

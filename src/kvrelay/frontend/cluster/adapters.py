@@ -31,25 +31,19 @@ class AdapterRefusedError(InvalidInputError):
     """A worker cannot have the adapter."""
 
 
-class RunTimeAdapters:
+class RunTimeAdapters(msgspec.Struct, eq=False):
     """``infos``: all workers in discovery. ``on_change`` runs after an entry has come or gone."""
 
-    def __init__(
-        self,
-        discovery: Discovery,
-        keys: Keys,
-        infos: Callable[[], Iterable[WorkerInfo]],
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._discovery, self._keys = discovery, keys
-        self._infos = infos
-        self._on_change = on_change
-        self.entries: dict[str, AdapterEntry] = {}
-        """By name."""
-        self._unloaded: set[str] = set()
-        """Ids that workers may still publish."""
-        self.listed = asyncio.Event()
-        self._changed = asyncio.Event()
+    _discovery: Discovery
+    _keys: Keys
+    _infos: Callable[[], Iterable[WorkerInfo]]
+    _on_change: Callable[[], None] = lambda: None
+    entries: dict[str, AdapterEntry] = {}
+    """By name."""
+    _unloaded: set[str] = set()
+    """Ids that workers may still publish."""
+    listed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
     async def follow(self) -> None:
         """Runs for ever."""

@@ -144,23 +144,15 @@ def _replace(rows: deque[Second], heard: Sequence[Second]) -> None:
     rows.extend(sorted(heard, key=lambda row: row.unix_s))
 
 
-class Frontends:
+class Frontends(msgspec.Struct, eq=False):
     """``frontend_id``: ours, as in discovery."""
 
-    def __init__(
-        self,
-        control: ControlPlane,
-        keys: Keys,
-        frontend_id: str,
-        figures: Figures,
-        now_unix_s: Callable[[], float] = time.time,
-    ) -> None:
-        self.frontend_id = frontend_id
-        self._control = control
-        self._keys = keys
-        self._figures = figures
-        self._now_unix_s = now_unix_s
-        self._known: dict[str, KnownFrontend] = {}
+    _control: ControlPlane
+    _keys: Keys
+    frontend_id: str
+    _figures: Figures
+    _now_unix_s: Callable[[], float] = time.time
+    _known: dict[str, KnownFrontend] = {}
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

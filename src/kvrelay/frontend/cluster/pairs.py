@@ -59,26 +59,17 @@ def paired_request(
     )
 
 
-class PrefillHalf:
+class PrefillHalf(msgspec.Struct, eq=False):
     """Implements ``OutputReceiver``. ``on_first(output, now_s)`` gets the first token; ``on_end`` runs once, before it,
     when the prefill worker has nothing more to do for the sequence."""
 
-    def __init__(
-        self,
-        link: WorkerLink,
-        decode_link: WorkerLink,
-        request_id: str,
-        on_first: Callable[[TokenOutput, float], None],
-        on_end: Callable[[], None],
-        on_broken: Callable[[], None],
-    ) -> None:
-        self.link = link
-        self._decode_link = decode_link
-        self._request_id = request_id
-        self._on_first = on_first
-        self._on_end = on_end
-        self._on_broken = on_broken
-        self._is_ended = False
+    link: WorkerLink
+    _decode_link: WorkerLink
+    _request_id: str
+    _on_first: Callable[[TokenOutput, float], None]
+    _on_end: Callable[[], None]
+    _on_broken: Callable[[], None]
+    _is_ended: bool = False
 
     def submit(self, paired: GenerateRequest) -> None:
         """Send the prefill worker its half of a paired request. Raises WorkerUnavailableError."""

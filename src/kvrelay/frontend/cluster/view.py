@@ -24,7 +24,7 @@ from kvrelay.control.base import ControlPlane, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.events import LoadMetrics
-from kvrelay.core.tasks import TaskSet, end_tasks
+from kvrelay.core.tasks import TaskSet, end_tasks, happen
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.errors import (
@@ -244,11 +244,11 @@ class ClusterView:
 
     async def wait_synced(self, timeout_s: float) -> bool:
         """Wait until the initial listing of workers, settings and adapters is known."""
-        return await _happen(timeout_s, self._workers_listed, self._settings_listed, self.adapters.listed)
+        return await happen(timeout_s, self._workers_listed, self._settings_listed, self.adapters.listed)
 
     async def wait_connected(self, timeout_s: float) -> bool:
         """Wait until every known worker is connected, or its first connection attempt has failed."""
-        return await _happen(timeout_s, self._none_pending)
+        return await happen(timeout_s, self._none_pending)
 
     async def close(self) -> None:
         await end_tasks([*self._tasks, *self._connectors.values()])
@@ -468,14 +468,3 @@ def _check_is_free(old: Model | None) -> None:
     """Raises WorkerUnavailableError while workers still serve the model that holds the name."""
     if old is not None and old.is_available:
         raise WorkerUnavailableError(f"workers with other weights or another tokenizer serve the name {old.name}")
-
-
-async def _happen(timeout_s: float, *events: asyncio.Event) -> bool:
-    """Whether all events are set within ``timeout_s``."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            for event in events:
-                await event.wait()
-    except TimeoutError:
-        return False
-    return True

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Items
 from contextlib import closing
 from functools import partial
 
+import msgspec
 from msgspec.structs import replace
 
 from kvrelay.config import FrontendConfig
@@ -62,33 +63,21 @@ MAX_KIND_CHARS = 128
 WATERFALL_HEADER = "x-kvrelay-waterfall"
 
 
-class Pipeline:
+class Pipeline(msgspec.Struct, eq=False):
     """Generates answers for ``/v1/completions`` and for all APIs for chats."""
 
-    def __init__(
-        self,
-        config: FrontendConfig,
-        cluster: ClusterView,
-        metrics: FrontendMetrics,
-        keys: ApiKeys,
-        admission: Admission,
-        threads: SideThreads,
-        access_log: AccessLog,
-        check_fields: FieldsCheck,
-        kept: Kept | None,
-    ) -> None:
-        """``kept``: has a trace of each running request; None: no marks are made."""
-        self._config = config
-        self._order = OrderPolicy(config.order)
-        self._cluster = cluster
-        self._metrics = metrics
-        self._keys = keys
-        self._admission = admission
-        self._threads = threads
-        self._access_log = access_log
-        self._check_fields = check_fields
-        self._kept = kept
-        self._reading = OutputParsers(config.tool_call_parser, config.reasoning_parser)
+    _config: FrontendConfig
+    _order: OrderPolicy
+    _cluster: ClusterView
+    _metrics: FrontendMetrics
+    _keys: ApiKeys
+    _admission: Admission
+    _threads: SideThreads
+    _access_log: AccessLog
+    _check_fields: FieldsCheck
+    _kept: Kept | None
+    """Has a trace of each running request; None: no marks are made."""
+    _reading: OutputParsers
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""

@@ -194,9 +194,9 @@ class Sequence:
                 prefill,
                 decode,
                 paired.request_id,
-                on_first=self._deliver_first,
-                on_end=partial(self._model.pairs.prefilled, self._placement_id),
-                on_broken=self.broken,
+                self._deliver_first,
+                partial(self._model.pairs.prefilled, self._placement_id),
+                self.broken,
             )
             half.submit(paired if holder is None else msgspec.structs.replace(paired, holder=holder))
         except (ProtocolError, WorkerUnavailableError) as exc:

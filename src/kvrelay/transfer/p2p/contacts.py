@@ -9,6 +9,8 @@ import logging
 import secrets
 from collections.abc import Callable
 
+import msgspec
+
 from kvrelay.transfer.p2p.communicators import Communicator
 from kvrelay.transfer.p2p.messages import Close, CommunicatorMade, CommunicatorRefused, Connect, Rendezvous
 from kvrelay.transfer.p2p.posts import Part, PostPeer, State
@@ -20,24 +22,15 @@ RETRY_S = 0.05
 _log = logging.getLogger(__name__)
 
 
-class Contacts:
+class Contacts(msgspec.Struct, eq=False):
     """``peers`` and ``parts`` are the initiator's. ``go_on(worker_id, peer)``: offer what waits. ``land(part, error)``:
     end a message."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        peers: dict[str, PostPeer],
-        parts: dict[int, Part],
-        *,
-        go_on: Callable[[str, PostPeer], None],
-        land: Callable[[Part, str], None],
-    ) -> None:
-        self._shared = shared
-        self._peers = peers
-        self._parts = parts
-        self._go_on = go_on
-        self._land = land
+    _shared: Shared
+    _peers: dict[str, PostPeer]
+    _parts: dict[int, Part]
+    _go_on: Callable[[str, PostPeer], None]
+    _land: Callable[[Part, str], None]
 
     @property
     def num_connecting(self) -> int:

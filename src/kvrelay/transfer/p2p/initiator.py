@@ -61,7 +61,7 @@ class Initiator:
         self._items: dict[int, Part] = {}
         self._tells: dict[int, SentPost] = {}
         self._next_number = 1
-        self.contacts = Contacts(shared, self._peers, self._items, go_on=self._pump, land=self._land)
+        self.contacts = Contacts(shared, self._peers, self._items, self._pump, self._land)
 
     def __repr__(self) -> str:
         return f"Initiator({len(self._peers)} peers, {len(self._items)} messages open)"
@@ -149,21 +149,10 @@ class Initiator:
         if is_useless:
             self._land(item, "another part of it has failed", is_refused=True)
         elif is_eager:
-            self._send_eager(worker_id, item)
+            self._offer(worker_id, item)
         else:
             self._begin(worker_id, peer, item)
         return True
-
-    def _send_eager(self, worker_id: str, item: Part) -> None:
-        pieces, post = item.pieces, item.post
-        named = (item.num_bytes, pack(pieces.remote_offsets), pack(pieces.lengths), post.grant)
-        if post.op is TransferOp.READ:
-            is_sent = self.shared.control.send(worker_id, Get("", item.number, *named))
-        else:
-            data = self.shared.pool.gather_bytes(pieces.local_offsets, pieces.lengths)
-            is_sent = self.shared.control.send(worker_id, Put("", item.number, *named, notify=rides(post)), data)
-        if not is_sent:
-            self._land(item, f"worker {worker_id} does not read what we send")
 
     def _begin(self, worker_id: str, peer: PostPeer, item: Part) -> None:
         assert peer.pair is not None
@@ -197,14 +186,17 @@ class Initiator:
             self._land(item, error)
 
     def _offer(self, worker_id: str, item: Part) -> None:
-        assert item.pair is not None
-        pieces, post, name = item.pieces, item.post, item.pair.name
+        """On its communicator; a small message has none, and brings its bytes."""
+        pieces, post, data = item.pieces, item.post, None
+        name = "" if item.pair is None else item.pair.name
         named = (item.num_bytes, pack(pieces.remote_offsets), pack(pieces.lengths), post.grant)
         if post.op is TransferOp.READ:
             message: Message = Get(name, item.number, *named)
         else:
-            message = Put(name, item.number, *named, waits=self._keeps, notify=rides(post))
-        if not self.shared.control.send(worker_id, message):
+            message = Put(name, item.number, *named, waits=self._keeps and item.pair is not None, notify=rides(post))
+            if item.pair is None:
+                data = self.shared.pool.gather_bytes(pieces.local_offsets, pieces.lengths)
+        if not self.shared.control.send(worker_id, message, data):
             self._land(item, f"worker {worker_id} does not read what we send")
 
     def _tell(self, post: SentPost) -> None:

@@ -117,7 +117,7 @@ class P2pTransport(Transport):
     def _begin(self, post: Post, peer: KvMetadata) -> None:
         node = self.node
         assert node is not None
-        sent = SentPost(post.handle, post.op, post.worker_id, post.pieces, post.notify, post.grant)
+        sent = SentPost(*msgspec.structs.astuple(post))
         self._posts[post.handle] = sent
         node.control.call(node.initiator.begin, sent)
         if self._config.send_type == "PUT" and post.op is TransferOp.WRITE:

@@ -1,4 +1,5 @@
-"""Messages with a length prefix between a worker and its rank processes, over a connected socket."""
+"""Messages with a length prefix between a worker and its rank processes, over a connected socket. Arrays of int64 in
+them travel as their bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import struct
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 T = TypeVar("T")
 
@@ -23,8 +26,8 @@ class Channel(Generic[T]):
 
     def __init__(self, connection: socket.socket, kind: Any) -> None:
         self._socket = connection
-        self._decoder = msgspec.msgpack.Decoder(kind)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_integers)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_bytes)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -76,3 +79,12 @@ class Channel(Generic[T]):
                 raise ChannelClosedError("closed")
             at += count
         return data
+
+
+def _bytes(array: npt.NDArray[np.int64]) -> bytes:
+    return np.ascontiguousarray(array, dtype=np.int64).tobytes()
+
+
+def _integers(kind: Any, data: bytes) -> npt.NDArray[np.int64]:
+    """Copied, because compiled kernels take writable arrays."""
+    return np.frombuffer(data, dtype=np.int64).copy()

@@ -26,11 +26,8 @@ from kvrelay.transfer.nixl import LATE_S
 from kvrelay.transfer.p2p.address import LOOPBACK, P2pAddress
 from kvrelay.transfer.ranks.channel import Channel, ChannelClosedError
 from kvrelay.transfer.ranks.messages import (
-    Admit,
     Answer,
-    Bar,
-    Check,
-    Close,
+    Call,
     CloseGrant,
     Connect,
     Counted,
@@ -42,11 +39,9 @@ from kvrelay.transfer.ranks.messages import (
     OpenGrant,
     OpenMemory,
     PartEnded,
-    PostPart,
     RankMemory,
     ToRank,
     Watch,
-    packed,
 )
 from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import GrantRef, Int64Array, worker_of
@@ -87,7 +82,7 @@ class RankGrants:
         self._ask = ask
 
     def open(self, grant: GrantRef, loan: int, worker_id: str, readable: Int64Array, writable: Int64Array) -> None:
-        self._ask(OpenGrant(grant, loan, worker_id, readable.tobytes(), writable.tobytes()))
+        self._ask(OpenGrant(grant, loan, worker_id, readable, writable))
 
     def close(self, handoff: str, loan: int) -> None:
         self._ask(CloseGrant(handoff, loan))
@@ -150,10 +145,10 @@ class RankTransport(Transport):
 
     def bar(self, worker_id: str) -> bool:
         # A rank that has ended touches nothing.
-        return self._ask_if_alive(Bar(worker_id)).is_true
+        return self._ask_if_alive(Call("bar", (worker_id,))).is_true
 
     def admit(self, worker_id: str) -> None:
-        self._ask_if_alive(Admit(worker_id))
+        self._ask_if_alive(Call("admit", (worker_id,)))
 
     def learn(self, worker_id: str, public_key: str) -> None:
         with self._lock:
@@ -165,12 +160,12 @@ class RankTransport(Transport):
 
     def check_integrity(self) -> None:
         if self.memory is not None:
-            self._ask_if_alive(Check())
+            self._ask_if_alive(Call("check_integrity"))
 
     def close(self) -> None:
         super().close()
         if self.memory is not None:
-            self._ask_if_alive(Close())
+            self._ask_if_alive(Call("close"))
             self.memory = self._region = None
 
     def _open(self, region: MemoryRegion) -> bytes:
@@ -193,7 +188,7 @@ class RankTransport(Transport):
         with self._lock:
             self._in_flight[post.handle] = post.worker_id
             self._watched_s = time.monotonic()
-            self._send(PostPart(post.handle, post.op, post.worker_id, packed(post.pieces), post.notify, post.grant))
+            self._send(post)
 
     @property
     def _silence(self) -> str:

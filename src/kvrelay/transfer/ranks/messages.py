@@ -1,12 +1,14 @@
 """The messages between a worker's end of a rank (``link``) and the rank process (``mover``). Nothing is pickled.
 
 worker ──OpenMemory──> rank          rank ──Answer(RankMemory)──> worker
-worker ──Connect, Disconnect, Bar, Admit, OpenGrant, CloseGrant, Check, Close──> rank ──Answer──> worker
-worker ──PostPart──> rank            rank ──PartEnded──> worker        once for each
+worker ──Connect, Disconnect, Call, OpenGrant, CloseGrant──> rank ──Answer──> worker
+worker ──Post──> rank                rank ──PartEnded──> worker        once for each
 worker ──Watch, Learn──> rank        rank ──Notified, Counted──> worker
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -14,10 +16,10 @@ import numpy.typing as npt
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.workers import KvMetadata
-from kvrelay.transfer.base import PostEnd
+from kvrelay.transfer.base import Post, PostEnd
 from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, Int64Array, Pieces, TransferOp
+from kvrelay.transfer.values import GrantRef, Int64Array
 
 Fence = npt.NDArray[np.float64]
 """One number, in memory that the worker shares with its ranks: the monotonic time until which they may post."""
@@ -58,23 +60,11 @@ class Disconnect(msgspec.Struct, frozen=True, tag=True):
     rank_id: str
 
 
-class PostPart(msgspec.Struct, frozen=True, tag=True):
-    """A post; the arrays of its pieces as their bytes."""
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """A method of the rank's transport, with a worker's id if it takes one."""
 
-    handle: int
-    op: TransferOp
-    rank_id: str
-    pieces: tuple[bytes, bytes, bytes]
-    notify: bytes | None
-    grant: GrantRef | None
-
-
-class Bar(msgspec.Struct, frozen=True, tag=True):
-    worker_id: str
-
-
-class Admit(msgspec.Struct, frozen=True, tag=True):
-    worker_id: str
+    method: Literal["bar", "admit", "check_integrity", "close"]
+    arguments: tuple[str, ...] = ()
 
 
 class Learn(msgspec.Struct, frozen=True, tag=True):
@@ -83,13 +73,13 @@ class Learn(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenGrant(msgspec.Struct, frozen=True, tag=True):
-    """Rows of (offset, length) in the rank's memory, as their bytes."""
+    """Rows of (offset, length) in the rank's memory."""
 
     grant: GrantRef
     loan: int
     worker_id: str
-    readable: bytes
-    writable: bytes
+    readable: Int64Array
+    writable: Int64Array
 
 
 class CloseGrant(msgspec.Struct, frozen=True, tag=True):
@@ -101,17 +91,7 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
     """Poll for the next ``WATCH_S``: peers may move KV."""
 
 
-class Check(msgspec.Struct, frozen=True, tag=True):
-    """``Transport.check_integrity``."""
-
-
-class Close(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-ToRank = (
-    OpenMemory | Connect | Disconnect | PostPart | Bar | Admit | Learn | OpenGrant | CloseGrant | Watch | Check | Close
-)
+ToRank = OpenMemory | Connect | Disconnect | Post | Call | Learn | OpenGrant | CloseGrant | Watch
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -124,7 +104,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class PartEnded(PostEnd, frozen=True, tag=True):
-    """The end of a PostPart."""
+    """The end of a Post."""
 
 
 class Notified(msgspec.Struct, frozen=True, tag=True):
@@ -136,22 +116,3 @@ class Counted(msgspec.Struct, frozen=True, tag=True):
 
 
 FromRank = Answer | PartEnded | Notified | Counted
-
-
-def packed(pieces: Pieces) -> tuple[bytes, bytes, bytes]:
-    """The arrays of some pieces as their bytes."""
-    local, remote, lengths = (
-        np.ascontiguousarray(array, dtype=np.int64).tobytes()
-        for array in (pieces.local_offsets, pieces.remote_offsets, pieces.lengths)
-    )
-    return local, remote, lengths
-
-
-def unpacked(data: tuple[bytes, bytes, bytes]) -> Pieces:
-    """The reverse of ``packed``."""
-    return Pieces(*map(integers, data))
-
-
-def integers(data: bytes) -> Int64Array:
-    """Copied, because compiled kernels take writable arrays."""
-    return np.frombuffer(data, dtype=np.int64).copy()

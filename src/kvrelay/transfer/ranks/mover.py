@@ -19,16 +19,13 @@ from msgspec.structs import replace
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, KvrelayError
-from kvrelay.transfer.base import Transport
+from kvrelay.transfer.base import Post, Transport
 from kvrelay.transfer.factory import build_transport
 from kvrelay.transfer.ranks.channel import Channel, ChannelClosedError
 from kvrelay.transfer.ranks.link import WATCH_S
 from kvrelay.transfer.ranks.messages import (
-    Admit,
     Answer,
-    Bar,
-    Check,
-    Close,
+    Call,
     CloseGrant,
     Connect,
     Counted,
@@ -39,12 +36,9 @@ from kvrelay.transfer.ranks.messages import (
     OpenGrant,
     OpenMemory,
     PartEnded,
-    PostPart,
     RankMemory,
     ToRank,
     Watch,
-    integers,
-    unpacked,
 )
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.stats import P2pCounters
@@ -141,7 +135,7 @@ class RankMover:
 
     def _handle(self, message: ToRank) -> None:
         match message:
-            case PostPart():
+            case Post():
                 self._watched_until_s = time.monotonic() + WATCH_S
                 self._post(message)
             case Watch():
@@ -172,19 +166,13 @@ class RankMover:
             case Disconnect():
                 self._peers.pop(message.rank_id, None)
                 transport.remove_peer(message.rank_id)
-            case Bar():
-                is_true = transport.bar(message.worker_id)
-            case Admit():
-                transport.admit(message.worker_id)
+            case Call():
+                is_true = getattr(transport, message.method)(*message.arguments) is not False
             case OpenGrant() if transport.grants is not None:
-                rows = integers(message.readable), integers(message.writable)
+                rows = message.readable, message.writable
                 transport.grants.open(message.grant, message.loan, message.worker_id, *rows)
             case CloseGrant() if transport.grants is not None:
                 transport.grants.close(message.handoff, message.loan)
-            case Check():
-                transport.check_integrity()
-            case Close():
-                transport.close()
         return Answer(is_true=is_true)
 
     def _open(self, message: OpenMemory) -> RankMemory:
@@ -202,7 +190,7 @@ class RankMover:
             agent, region.address, region.num_bytes, region.device, region.device_id, self._begin, self._stride
         )
 
-    def _post(self, message: PostPart) -> None:
+    def _post(self, message: Post) -> None:
         transport = self._transport
         assert transport is not None
         if time.monotonic() >= self._fence[0]:
@@ -210,12 +198,10 @@ class RankMover:
             self._channel.send(PartEnded(message.handle, error))
             return
         try:
-            if not transport.has_peer(message.rank_id) and message.rank_id in self._peers:
-                transport.add_peer(self._peers[message.rank_id])  # the connection was lost meanwhile
-            handle = transport.post(
-                message.op, message.rank_id, unpacked(message.pieces), message.notify, message.grant
-            )
+            if not transport.has_peer(message.worker_id) and message.worker_id in self._peers:
+                transport.add_peer(self._peers[message.worker_id])  # the connection was lost meanwhile
+            handle = transport.forward(message)
         except KvrelayError as exc:
             self._channel.send(PartEnded(message.handle, exc.message))
         else:
-            self._handles[handle] = message.handle, message.rank_id
+            self._handles[handle] = message.handle, message.worker_id

@@ -183,10 +183,10 @@ class RankedTransport(Transport):
         self._settle(flight)
 
     def _send(self, flight: _Flight, peer: _Peer, part: RankPieces, notify: bytes | None) -> None:
-        post = flight.post
+        rank = peer.ranks[part.remote].worker_id
         try:
             end = self._meet(peer, part.local, part.remote)
-            handle = end.post(post.op, peer.ranks[part.remote].worker_id, part.pieces, notify, post.grant)
+            handle = end.forward(replace(flight.post, worker_id=rank, pieces=part.pieces, notify=notify))
         except KvrelayError as exc:
             flight.error, flight.is_refused = exc.message, False
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.engine.contract import Engine
 from kvrelay.engine.request import PrefillMode, Request
@@ -12,19 +14,14 @@ from kvrelay.placement.cost import CostPlacement
 from kvrelay.placement.threshold import DisaggPolicy
 
 
-class Placing:
+class Placing(msgspec.Struct, eq=False):
     """``prefill_load``: what the other side offers now. ``must_be_remote``: whether this engine cannot prefill, and
     another can."""
 
-    def __init__(
-        self,
-        policy: DisaggPolicy,
-        by_cost: CostPlacement,
-        prefill_load: Callable[[], PrefillLoad],
-        must_be_remote: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._policy, self._by_cost = policy, by_cost
-        self._prefill_load, self._must_be_remote = prefill_load, must_be_remote
+    _policy: DisaggPolicy
+    _by_cost: CostPlacement
+    _prefill_load: Callable[[], PrefillLoad]
+    _must_be_remote: Callable[[], bool] = lambda: False
 
     def add_request(
         self, core: Engine, request: Request, order: HandoffOrder, objectives: Objectives, *, is_paired: bool

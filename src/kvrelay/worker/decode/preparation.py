@@ -11,6 +11,8 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+import msgspec
+
 from kvrelay.core.grammar import Grammar
 from kvrelay.core.latest import Latest
 from kvrelay.core.messages import GenerateRequest, RequestRefused
@@ -24,27 +26,20 @@ MAX_COMPILING = 2
 MAX_KNOWN = 256
 
 
-class Preparation:
+class Preparation(msgspec.Struct, eq=False):
     """``prepare`` runs in a thread and raises a KvrelayError for a request that cannot be served. ``go_on`` gets the
     request after success, ``refuse`` the refusal after a failure. Neither is called for a dropped request."""
 
-    def __init__(
-        self,
-        prepare: Callable[[SamplingParams], None],
-        go_on: Callable[[Peer, GenerateRequest], None],
-        refuse: Callable[[Peer, RequestRefused], object],
-        tasks: TaskSet,
-    ) -> None:
-        self._prepare = prepare
-        self._go_on = go_on
-        self._refuse = refuse
-        self._tasks = tasks
-        self._pending: set[tuple[Peer, str]] = set()
-        self._waiting: OrderedDict[str, deque[tuple[Peer, GenerateRequest]]] = OrderedDict()
-        """By client; the client whose turn is next comes first."""
-        self._compiling: set[str] = set()
-        """The clients that have a grammar compiled now."""
-        self._known: Latest[Grammar, None] = Latest(MAX_KNOWN)
+    _prepare: Callable[[SamplingParams], None]
+    _go_on: Callable[[Peer, GenerateRequest], None]
+    _refuse: Callable[[Peer, RequestRefused], object]
+    _tasks: TaskSet
+    _pending: set[tuple[Peer, str]] = set()
+    _waiting: OrderedDict[str, deque[tuple[Peer, GenerateRequest]]] = msgspec.field(default_factory=OrderedDict)
+    """By client; the client whose turn is next comes first."""
+    _compiling: set[str] = set()
+    """The clients that have a grammar compiled now."""
+    _known: Latest[Grammar, None] = msgspec.field(default_factory=lambda: Latest(MAX_KNOWN))
 
     def begin(self, peer: Peer, message: GenerateRequest) -> None:
         """Prepare ``message``, then pass it on."""

@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.histogram import Histogram
 from kvrelay.core.latest import Latest
-from kvrelay.core.tasks import TaskSet
+from kvrelay.core.tasks import TaskSet, happen
 from kvrelay.errors import ControlUnavailableError, KvrelayError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.messages import HandoffGrant
@@ -143,9 +142,7 @@ class QueuedPrefills:
             except ControlUnavailableError:
                 self._size = self._policy.config.max_prefill_queue_size
             if not self._size:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(QUIET_INTERVAL_S):
-                        await self._pushed.wait()
+                await happen(QUIET_INTERVAL_S, self._pushed)
             self._pushed.clear()
             await asyncio.sleep(SIZE_INTERVAL_S)
         self._size = 0

@@ -113,7 +113,7 @@ class DecodeSide:
             policy,
             self.placement,
             self._queued.prefill_side,
-            must_be_remote=lambda: not around.engine.facts.prefills_here and num_prefill_workers() > 0,
+            lambda: not around.engine.facts.prefills_here and num_prefill_workers() > 0,
         )
         self._loop = asyncio.get_running_loop()
         turns = LoopTurns()

@@ -9,8 +9,9 @@ on machines with narrower registers. Sums run in a fixed order, so equal inputs 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, wraps
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -50,6 +51,21 @@ class _Bfloat16(ir.types._BaseFloatType):  # type: ignore[misc]
 _Bfloat16._create_instance()
 
 
+class _Array(NamedTuple):
+    """An array as an intrinsic gets it: its type, and LLVM's value."""
+
+    type: Any
+    value: Any
+
+    @property
+    def is_half(self) -> bool:
+        return bool(self.type.dtype == types.uint16)
+
+    @property
+    def holds_pairs(self) -> bool:
+        return bool(self.type.dtype == types.uint32)
+
+
 class _Emitter:
     """Emits loads, products and stores of vectors of ``lanes`` float32."""
 
@@ -62,8 +78,8 @@ class _Emitter:
             builder.module, ir.FunctionType(self._vector, [self._vector] * 3), f"llvm.fmuladd.v{lanes}f32"
         )
 
-    def pointer(self, array_type: Any, array: Any, offset: Any) -> Any:
-        data = self._context.make_array(array_type)(self._context, self.builder, array).data
+    def pointer(self, array: _Array, offset: Any) -> Any:
+        data = self._context.make_array(array.type)(self._context, self.builder, array.value).data
         return self.builder.gep(data, [offset])
 
     def at(self, pointer: Any, offset: Any) -> Any:
@@ -214,10 +230,6 @@ def _width(vector: Any) -> int:
     return int(vector.type.count)
 
 
-def _is_half(array_type: Any) -> bool:
-    return bool(array_type.dtype == types.uint16)
-
-
 def _keys_at_once(rows: int, lanes: int) -> int:
     """How many keys' products of all rows fit into registers: a power of two."""
     at_once = 8
@@ -230,20 +242,46 @@ def _number(value: int) -> Any:
     return ir.Constant(ir.IntType(64), value)
 
 
-def _size(marker: Any) -> int:
-    """The constant that a marker's type carries."""
-    return int(marker.dtype.size)
-
-
 def _lanes(width: int) -> int:
     return gcd(width, LANES)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+Emitters = Callable[[int], _Emitter]
+"""``emitter(lanes)``: of the code that an intrinsic writes."""
+
+
+def _argument(kind: Any, value: Any) -> Any:
+    """Numbers are LLVM's values, a marker is the constant that its type carries."""
+    if not isinstance(kind, types.Array):
+        return value
+    return int(kind.dtype.size) if isinstance(kind.dtype, types.Record) else _Array(kind, value)
+
+
+def _vector_code(write: Callable[..., Any], result: Any = types.void) -> Any:
+    """The intrinsic whose code ``write(emitter, *arguments)`` emits; it returns what the intrinsic does, if that is not
+    void. Numbers become int64 or float32 before."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    @wraps(write)
+    def typed(typing_context: Any, *given: Any) -> Any:
+        numbers = {types.Integer: types.int64, types.Float: types.float32}
+        kinds = [next((own for kind, own in numbers.items() if isinstance(each, kind)), each) for each in given]
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            emitter = partial(_Emitter, context, builder)
+            returned = write(emitter, *map(_argument, signature.args, arguments))
+            return context.get_dummy_value() if returned is None else returned
+
+        return result(*kinds), generate
+
+    return typed
+
+
+@_vector_code
 def block_scores(
-    typing_context: Any,
-    head: Any,
-    group: Any,
+    emitter: Emitters,
+    width: int,
+    rows: int,
     queries: Any,
     query_offset: Any,
     keys: Any,
@@ -252,50 +290,42 @@ def block_scores(
     scores: Any,
     score_offset: Any,
     score_stride: Any,
-) -> Any:
+) -> None:
     """scores[offset + g * stride + i] = queries[g] . keys[i], for ``count`` adjacent keys and a group's queries."""
-    width, rows = _size(head), _size(group)
+    emit = emitter(_lanes(width))
+    builder, columns = emit.builder, range(0, width, _lanes(width))
+    q, k = emit.pointer(queries, query_offset), emit.pointer(keys, key_offset)
+    out = emit.pointer(scores, score_offset)
+    held = [[emit.load(emit.at(q, g * width + c), False) for c in columns] for g in range(rows)]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = _Emitter(context, builder, _lanes(width))
-        columns = range(0, width, _lanes(width))
-        q = emit.pointer(signature.args[2], arguments[2], arguments[3])
-        k = emit.pointer(signature.args[4], arguments[4], arguments[5])
-        out = emit.pointer(signature.args[7], arguments[7], arguments[8])
-        held = [[emit.load(emit.at(q, g * width + c), False) for c in columns] for g in range(rows)]
+    def dots(first: Any, at_once: int) -> None:
+        """The scores of ``at_once`` keys from ``first`` on."""
+        products = [[emit.zero()] * at_once for _ in range(rows)]
+        for i in range(at_once):
+            key = emit.at(k, builder.mul(builder.add(first, _number(i)), _number(width)))
+            for column, c in enumerate(columns):
+                part = emit.load(emit.at(key, c), keys.is_half)
+                for g in range(rows):
+                    products[g][i] = emit.fused(held[g][column], part, products[g][i])
+        for g in range(rows):
+            sums = emit.sums(products[g])
+            place = emit.at(out, builder.add(builder.mul(score_stride, _number(g)), first))
+            builder.store(sums, builder.bitcast(place, sums.type.as_pointer()), align=4)
 
-        def dots(first: Any, at_once: int) -> None:
-            """The scores of ``at_once`` keys from ``first`` on."""
-            products = [[emit.zero()] * at_once for _ in range(rows)]
-            for i in range(at_once):
-                key = emit.at(k, builder.mul(builder.add(first, _number(i)), _number(width)))
-                for column, c in enumerate(columns):
-                    part = emit.load(emit.at(key, c), _is_half(signature.args[4]))
-                    for g in range(rows):
-                        products[g][i] = emit.fused(held[g][column], part, products[g][i])
-            for g in range(rows):
-                sums = emit.sums(products[g])
-                place = emit.at(out, builder.add(builder.mul(arguments[9], _number(g)), first))
-                builder.store(sums, builder.bitcast(place, sums.type.as_pointer()), align=4)
-
-        at_once = _keys_at_once(rows, _lanes(width))
-        full = builder.udiv(arguments[6], _number(at_once))
-        with cgutils.for_range(builder, full) as loop:
-            dots(builder.mul(loop.index, _number(at_once)), at_once)
-        done = builder.mul(full, _number(at_once))
-        with cgutils.for_range(builder, builder.sub(arguments[6], done)) as loop:
-            dots(builder.add(done, loop.index), 1)
-        return context.get_dummy_value()
-
-    integer = types.int64
-    return types.void(head, group, queries, integer, keys, integer, integer, scores, integer, integer), generate
+    at_once = _keys_at_once(rows, _lanes(width))
+    full = builder.udiv(count, _number(at_once))
+    with cgutils.for_range(builder, full) as loop:
+        dots(builder.mul(loop.index, _number(at_once)), at_once)
+    done = builder.mul(full, _number(at_once))
+    with cgutils.for_range(builder, builder.sub(count, done)) as loop:
+        dots(builder.add(done, loop.index), 1)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_vector_code
 def add_weighted(
-    typing_context: Any,
-    width_marker: Any,
-    rows_marker: Any,
+    emitter: Emitters,
+    width: int,
+    rows: int,
     weights: Any,
     weight_offset: Any,
     weight_stride: Any,
@@ -304,49 +334,41 @@ def add_weighted(
     count: Any,
     sums: Any,
     sum_offset: Any,
-) -> Any:
+) -> None:
     """sums[r] += sum over i of weights[r, i] * values[i], for ``count`` adjacent values and a constant number of rows.
 
     Rows of weights lie ``weight_stride`` apart, those of sums and values their width. Elements of uint32 are pairs of
     bfloat16, as in ``tile_product``: of two weights, and of two values' numbers at the same place.
     """
-    width, rows = _size(width_marker), _size(rows_marker)
-    lanes, holds_pairs = _lanes(width), bool(values.dtype == types.uint32)
+    lanes = _lanes(width)
     at_once = max(1, _ACCUMULATORS // rows) * lanes
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = _Emitter(context, builder, lanes)
-        w = emit.pointer(signature.args[2], arguments[2], arguments[3])
-        v = emit.pointer(signature.args[5], arguments[5], arguments[6])
-        out = emit.pointer(signature.args[8], arguments[8], arguments[9])
-        fused = emit.add_pairs if holds_pairs else emit.fused
-        for first in range(0, width, at_once):
-            columns = range(first, min(first + at_once, width), lanes)
-            places = {(r, c): emit.at(out, r * width + c) for r in range(rows) for c in columns}
-            held = {key: emit.variable(emit.load(place, False)) for key, place in places.items()}
-            with cgutils.for_range(builder, arguments[7]) as loop:
-                value = emit.at(v, builder.mul(loop.index, _number(width)))
-                parts = {c: emit.load(emit.at(value, c), _is_half(signature.args[5])) for c in columns}
-                for r in range(rows):
-                    row = builder.mul(arguments[4], _number(r))
-                    weight = emit.broadcast(emit.bits(emit.at(w, builder.add(row, loop.index))))
-                    for c in columns:
-                        total = fused(weight, parts[c], builder.load(held[r, c]))
-                        builder.store(total, held[r, c])
-            for key, place in places.items():
-                emit.store(builder.load(held[key]), place)
-        return context.get_dummy_value()
-
-    integer = types.int64
-    arguments = (weights, integer, integer, values, integer, integer, sums, integer)
-    return types.void(width_marker, rows_marker, *arguments), generate
+    emit = emitter(lanes)
+    builder = emit.builder
+    w, v = emit.pointer(weights, weight_offset), emit.pointer(values, value_offset)
+    out = emit.pointer(sums, sum_offset)
+    fused = emit.add_pairs if values.holds_pairs else emit.fused
+    for first in range(0, width, at_once):
+        columns = range(first, min(first + at_once, width), lanes)
+        places = {(r, c): emit.at(out, r * width + c) for r in range(rows) for c in columns}
+        held = {key: emit.variable(emit.load(place, False)) for key, place in places.items()}
+        with cgutils.for_range(builder, count) as loop:
+            value = emit.at(v, builder.mul(loop.index, _number(width)))
+            parts = {c: emit.load(emit.at(value, c), values.is_half) for c in columns}
+            for r in range(rows):
+                row = builder.mul(weight_stride, _number(r))
+                weight = emit.broadcast(emit.bits(emit.at(w, builder.add(row, loop.index))))
+                for c in columns:
+                    total = fused(weight, parts[c], builder.load(held[r, c]))
+                    builder.store(total, held[r, c])
+        for key, place in places.items():
+            emit.store(builder.load(held[key]), place)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_vector_code
 def tile_product(
-    typing_context: Any,
-    width_marker: Any,
-    rows_marker: Any,
+    emitter: Emitters,
+    width: int,
+    rows: int,
     x: Any,
     x_offset: Any,
     x_stride: Any,
@@ -356,169 +378,133 @@ def tile_product(
     out: Any,
     out_offset: Any,
     out_stride: Any,
-) -> Any:
-    """out[r, :] = sum over k of x[r, k] * panel[k, :], for a constant number of rows and of columns (``width_marker``).
+) -> None:
+    """out[r, :] = sum over k of x[r, k] * panel[k, :], for a constant number of rows and of columns (``width``).
 
     Rows of ``x`` and ``out`` lie their strides apart, those of ``panel`` its width. Each sum runs over k in order, one
     fused multiply-add after the other, however many rows there are. Elements of uint32 are pairs of bfloat16, whose
     products are added one after the other.
     """
-    width, rows = _size(width_marker), _size(rows_marker)
-    holds_pairs = bool(x.dtype == types.uint32)
+    # A register's width each: LLVM would split wider vectors into more registers than there are.
+    lanes = 16 if width >= 64 else 8
+    emit = emitter(lanes)
+    builder, columns = emit.builder, range(0, width, lanes)
+    source, weights = emit.pointer(x, x_offset), emit.pointer(panel, panel_offset)
+    target = emit.pointer(out, out_offset)
+    starts = [emit.at(source, builder.mul(x_stride, _number(r))) for r in range(rows)]
+    fused = emit.add_pairs if x.holds_pairs else emit.fused
+    sums = {(r, c): emit.variable(emit.zero()) for r in range(rows) for c in columns}
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # A register's width each: LLVM would split wider vectors into more registers than there are.
-        lanes = 16 if width >= 64 else 8
-        emit = _Emitter(context, builder, lanes)
-        source = emit.pointer(signature.args[2], arguments[2], arguments[3])
-        weights = emit.pointer(signature.args[5], arguments[5], arguments[6])
-        target = emit.pointer(signature.args[8], arguments[8], arguments[9])
-        columns = range(0, width, lanes)
-        starts = [emit.at(source, builder.mul(arguments[4], _number(r))) for r in range(rows)]
-        fused = emit.add_pairs if holds_pairs else emit.fused
-        sums = {(r, c): emit.variable(emit.zero()) for r in range(rows) for c in columns}
-
-        def add(k: Any) -> None:
-            row = emit.at(weights, builder.mul(k, _number(width)))
-            parts = {c: emit.load(emit.at(row, c), _is_half(signature.args[5])) for c in columns}
-            for r in range(rows):
-                place = emit.at(starts[r], k)
-                factor = emit.broadcast(emit.bits(place))
-                for c in columns:
-                    builder.store(fused(factor, parts[c], builder.load(sums[r, c])), sums[r, c])
-
-        full = builder.udiv(arguments[7], _number(_UNROLLED))
-        with cgutils.for_range(builder, full) as loop:
-            first = builder.mul(loop.index, _number(_UNROLLED))
-            for i in range(_UNROLLED):
-                add(builder.add(first, _number(i)))
-        done = builder.mul(full, _number(_UNROLLED))
-        with cgutils.for_range(builder, builder.sub(arguments[7], done)) as loop:
-            add(builder.add(done, loop.index))
+    def add(k: Any) -> None:
+        row = emit.at(weights, builder.mul(k, _number(width)))
+        parts = {c: emit.load(emit.at(row, c), panel.is_half) for c in columns}
         for r in range(rows):
-            place = emit.at(target, builder.mul(arguments[10], _number(r)))
+            place = emit.at(starts[r], k)
+            factor = emit.broadcast(emit.bits(place))
             for c in columns:
-                emit.store(builder.load(sums[r, c]), emit.at(place, c), _is_half(signature.args[8]))
-        return context.get_dummy_value()
+                builder.store(fused(factor, parts[c], builder.load(sums[r, c])), sums[r, c])
 
-    integer = types.int64
-    places = (x, integer, integer, panel, integer, integer, out, integer, integer)
-    return types.void(width_marker, rows_marker, *places), generate
+    full = builder.udiv(count, _number(_UNROLLED))
+    with cgutils.for_range(builder, full) as loop:
+        first = builder.mul(loop.index, _number(_UNROLLED))
+        for i in range(_UNROLLED):
+            add(builder.add(first, _number(i)))
+    done = builder.mul(full, _number(_UNROLLED))
+    with cgutils.for_range(builder, builder.sub(count, done)) as loop:
+        add(builder.add(done, loop.index))
+    for r in range(rows):
+        place = emit.at(target, builder.mul(out_stride, _number(r)))
+        for c in columns:
+            emit.store(builder.load(sums[r, c]), emit.at(place, c), out.is_half)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def soften(typing_context: Any, scores: Any, offset: Any, count: Any, state: Any, row: Any, weights: Any) -> Any:
+@partial(_vector_code, result=types.float32)
+def soften(emitter: Emitters, scores: Any, offset: Any, count: Any, state: Any, row: Any, weights: Any) -> Any:
     """``count`` scores from ``offset`` on (a multiple of 16) become weights relative to the running maximum.
 
     ``weights`` is ``scores``, or a view of it as bfloat16: then they take the first half of the scores' place.
     state[row] is that maximum and the sum of weights. Returns the factor for what was accumulated under the old
     maximum. A score of minus infinity gets a weight of 1e-38.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = _Emitter(context, builder, LANES)
-        first = emit.pointer(signature.args[0], arguments[0], arguments[1])
-        places = emit.pointer(signature.args[3], arguments[3], builder.mul(arguments[4], _number(2)))
-        is_half = _is_half(signature.args[5])
-        begin = builder.mul(arguments[1], _number(2)) if is_half else arguments[1]
-        target = emit.pointer(signature.args[5], arguments[5], begin)
-        turns = builder.udiv(arguments[2], _number(LANES))
-        old = emit.broadcast(places)
-        top = emit.variable(old)
-        with cgutils.for_range(builder, turns) as loop:
-            place = emit.at(first, builder.mul(loop.index, _number(LANES)))
-            builder.store(emit.larger(builder.load(top), emit.load(place, False)), top)
-        new = emit.fold(builder.load(top), emit.larger)
-        total = emit.variable(emit.zero())
-        with cgutils.for_range(builder, turns) as loop:
-            at = builder.mul(loop.index, _number(LANES))
-            weight = emit.exp_negative(builder.fsub(emit.load(emit.at(first, at), False), new))
-            (emit.store_half if is_half else emit.store)(weight, emit.at(target, at))
-            builder.store(builder.fadd(builder.load(total), weight), total)
-        factor = builder.extract_element(emit.exp_negative(builder.fsub(old, new)), ir.Constant(_WORD, 0))
-        lanes = builder.extract_element(emit.fold(builder.load(total), builder.fadd), ir.Constant(_WORD, 0))
-        builder.store(builder.extract_element(new, ir.Constant(_WORD, 0)), places)
-        place = emit.at(places, 1)
-        builder.store(builder.fadd(builder.fmul(builder.load(place), factor), lanes), place)
-        return factor
-
-    return types.float32(scores, types.int64, types.int64, state, types.int64, weights), generate
+    emit = emitter(LANES)
+    builder = emit.builder
+    first, places = emit.pointer(scores, offset), emit.pointer(state, builder.mul(row, _number(2)))
+    target = emit.pointer(weights, builder.mul(offset, _number(2)) if weights.is_half else offset)
+    turns = builder.udiv(count, _number(LANES))
+    old = emit.broadcast(places)
+    top = emit.variable(old)
+    with cgutils.for_range(builder, turns) as loop:
+        place = emit.at(first, builder.mul(loop.index, _number(LANES)))
+        builder.store(emit.larger(builder.load(top), emit.load(place, False)), top)
+    new = emit.fold(builder.load(top), emit.larger)
+    total = emit.variable(emit.zero())
+    with cgutils.for_range(builder, turns) as loop:
+        at = builder.mul(loop.index, _number(LANES))
+        weight = emit.exp_negative(builder.fsub(emit.load(emit.at(first, at), False), new))
+        (emit.store_half if weights.is_half else emit.store)(weight, emit.at(target, at))
+        builder.store(builder.fadd(builder.load(total), weight), total)
+    factor = builder.extract_element(emit.exp_negative(builder.fsub(old, new)), ir.Constant(_WORD, 0))
+    lanes = builder.extract_element(emit.fold(builder.load(total), builder.fadd), ir.Constant(_WORD, 0))
+    builder.store(builder.extract_element(new, ir.Constant(_WORD, 0)), places)
+    place = emit.at(places, 1)
+    builder.store(builder.fadd(builder.fmul(builder.load(place), factor), lanes), place)
+    return factor
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def widen_run(typing_context: Any, source: Any, source_offset: Any, count: Any, out: Any) -> Any:
+@_vector_code
+def widen_run(emitter: Emitters, source: Any, source_offset: Any, count: Any, out: Any) -> None:
     """out[:count] = source[offset : offset + count] as float32; ``count`` is a multiple of 16."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = _Emitter(context, builder, LANES)
-        first = emit.pointer(signature.args[0], arguments[0], arguments[1])
-        target = emit.pointer(signature.args[3], arguments[3], _number(0))
-        with cgutils.for_range(builder, builder.udiv(arguments[2], _number(LANES))) as loop:
-            at = builder.mul(loop.index, _number(LANES))
-            emit.store(emit.load(emit.at(first, at), _is_half(signature.args[0])), emit.at(target, at))
-        return context.get_dummy_value()
-
-    return types.void(source, types.int64, types.int64, out), generate
+    emit = emitter(LANES)
+    builder = emit.builder
+    first, target = emit.pointer(source, source_offset), emit.pointer(out, _number(0))
+    with cgutils.for_range(builder, builder.udiv(count, _number(LANES))) as loop:
+        at = builder.mul(loop.index, _number(LANES))
+        emit.store(emit.load(emit.at(first, at), source.is_half), emit.at(target, at))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_vector_code
 def copy_scaled(
-    typing_context: Any, width_marker: Any, source: Any, source_offset: Any, factor: Any, out: Any, out_offset: Any
-) -> Any:
+    emitter: Emitters, width: int, source: Any, source_offset: Any, factor: Any, out: Any, out_offset: Any
+) -> None:
     """out[offset : offset + width] = source[offset : offset + width] * factor, each in its array's type."""
-    width = _size(width_marker)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = _Emitter(context, builder, _lanes(width))
-        first = emit.pointer(signature.args[1], arguments[1], arguments[2])
-        target = emit.pointer(signature.args[4], arguments[4], arguments[5])
-        factors = emit.spread(arguments[3])
-        for c in range(0, width, _lanes(width)):
-            value = builder.fmul(emit.load(emit.at(first, c), _is_half(signature.args[1])), factors)
-            emit.store(value, emit.at(target, c), _is_half(signature.args[4]))
-        return context.get_dummy_value()
-
-    return types.void(width_marker, source, types.int64, types.float32, out, types.int64), generate
+    emit = emitter(_lanes(width))
+    first, target = emit.pointer(source, source_offset), emit.pointer(out, out_offset)
+    factors = emit.spread(factor)
+    for c in range(0, width, _lanes(width)):
+        value = emit.builder.fmul(emit.load(emit.at(first, c), source.is_half), factors)
+        emit.store(value, emit.at(target, c), out.is_half)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def copy_value(typing_context: Any, width_marker: Any, source: Any, source_offset: Any, values: Any, index: Any) -> Any:
-    """Row ``index`` of ``values``, of ``width`` numbers, becomes source[offset : offset + width].
+@_vector_code
+def copy_value(emitter: Emitters, width: int, source: Any, source_offset: Any, values: Any, row: Any) -> None:
+    """Row ``row`` of ``values``, of ``width`` numbers, becomes source[offset : offset + width].
 
     In ``values`` of uint32 two rows share a row of words, the even one in their lower halves. It comes first, and
     clears the other.
     """
-    width = _size(width_marker)
     lanes = _lanes(width)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = _Emitter(context, builder, lanes)
-        first, row = emit.pointer(signature.args[1], arguments[1], arguments[2]), arguments[4]
-        if signature.args[3].dtype != types.uint32:
-            target = emit.pointer(signature.args[3], arguments[3], builder.mul(row, _number(width)))
-            for c in range(0, width, lanes):
-                emit.store(emit.load(emit.at(first, c), _is_half(signature.args[1])), emit.at(target, c))
-            return context.get_dummy_value()
-        target = emit.pointer(
-            signature.args[3], arguments[3], builder.mul(builder.lshr(row, _number(1)), _number(width))
-        )
-        is_odd = builder.trunc(row, ir.IntType(1))
-        halves, words = ir.VectorType(_HALF, lanes), ir.VectorType(_WORD, lanes)
+    emit = emitter(lanes)
+    builder, first = emit.builder, emit.pointer(source, source_offset)
+    if not values.holds_pairs:
+        target = emit.pointer(values, builder.mul(row, _number(width)))
         for c in range(0, width, lanes):
-            place = builder.bitcast(emit.at(target, c), words.as_pointer())
-            source_place = builder.bitcast(emit.at(first, c), halves.as_pointer())
-            new = builder.zext(builder.load(source_place, align=2), words)
-            upper = builder.shl(new, ir.Constant(words, [16] * lanes))
-            builder.store(builder.select(is_odd, builder.or_(builder.load(place, align=4), upper), new), place, align=4)
-        return context.get_dummy_value()
+            emit.store(emit.load(emit.at(first, c), source.is_half), emit.at(target, c))
+        return
+    target = emit.pointer(values, builder.mul(builder.lshr(row, _number(1)), _number(width)))
+    is_odd = builder.trunc(row, ir.IntType(1))
+    halves, words = ir.VectorType(_HALF, lanes), ir.VectorType(_WORD, lanes)
+    for c in range(0, width, lanes):
+        place = builder.bitcast(emit.at(target, c), words.as_pointer())
+        source_place = builder.bitcast(emit.at(first, c), halves.as_pointer())
+        new = builder.zext(builder.load(source_place, align=2), words)
+        upper = builder.shl(new, ir.Constant(words, [16] * lanes))
+        builder.store(builder.select(is_odd, builder.or_(builder.load(place, align=4), upper), new), place, align=4)
 
-    return types.void(width_marker, source, types.int64, values, types.int64), generate
 
-
-@intrinsic  # type: ignore[untyped-decorator]
+@_vector_code
 def rotate(
-    typing_context: Any,
-    head: Any,
+    emitter: Emitters,
+    head: int,
     source: Any,
     source_offset: Any,
     angles: Any,
@@ -526,68 +512,49 @@ def rotate(
     scale: Any,
     out: Any,
     out_offset: Any,
-) -> Any:
+) -> None:
     """out[offset : offset + D] = source[offset : offset + D], rotated by the angles (D / 2 cosines, then sines), times
     ``scale``. ``out`` is float32 and may be ``source``."""
-    half = _size(head) // 2
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = _Emitter(context, builder, _lanes(half))
-        first = emit.pointer(signature.args[1], arguments[1], arguments[2])
-        turns = emit.pointer(signature.args[3], arguments[3], arguments[4])
-        target = emit.pointer(signature.args[6], arguments[6], arguments[7])
-        scales, is_half = emit.spread(arguments[5]), _is_half(signature.args[1])
-        for c in range(0, half, _lanes(half)):
-            a, b = (emit.load(emit.at(first, at), is_half) for at in (c, c + half))
-            cos, sin = (builder.fmul(emit.load(emit.at(turns, at), False), scales) for at in (c, c + half))
-            emit.store(emit.fused(a, cos, builder.fneg(builder.fmul(b, sin))), emit.at(target, c))
-            emit.store(emit.fused(b, cos, builder.fmul(a, sin)), emit.at(target, c + half))
-        return context.get_dummy_value()
-
-    integer = types.int64
-    return types.void(head, source, integer, angles, integer, types.float32, out, integer), generate
+    half = head // 2
+    emit = emitter(_lanes(half))
+    builder = emit.builder
+    first, turns = emit.pointer(source, source_offset), emit.pointer(angles, angle_offset)
+    target, scales = emit.pointer(out, out_offset), emit.spread(scale)
+    for c in range(0, half, _lanes(half)):
+        a, b = (emit.load(emit.at(first, at), source.is_half) for at in (c, c + half))
+        cos, sin = (builder.fmul(emit.load(emit.at(turns, at), False), scales) for at in (c, c + half))
+        emit.store(emit.fused(a, cos, builder.fneg(builder.fmul(b, sin))), emit.at(target, c))
+        emit.store(emit.fused(b, cos, builder.fmul(a, sin)), emit.at(target, c + half))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def transpose(typing_context: Any, head: Any, stride: Any, source: Any, out: Any, out_offset: Any) -> Any:
-    """out[offset + d * stride + i] = source[i * D + d], for 16 rows of ``source`` and each of its D columns.
+@_vector_code
+def transpose(emitter: Emitters, head: int, columns: int, source: Any, out: Any, out_offset: Any) -> None:
+    """out[offset + d * columns + i] = source[i * D + d], for 16 rows of ``source`` and each of its D columns.
 
     A ``source`` of bfloat16 has D / 2 columns of pairs, which become words of ``out``.
     """
-    width, columns = _size(head) // (2 if _is_half(source) else 1), _size(stride)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        lanes = _lanes(width)
-        emit = _Emitter(context, builder, lanes)
-        first = emit.bits(emit.pointer(signature.args[2], arguments[2], _number(0)))
-        target = emit.pointer(signature.args[3], arguments[3], arguments[4])
-        for i in range(0, LANES, lanes):
-            for d in range(0, width, lanes):
-                square = [emit.load(emit.at(first, (i + row) * width + d), False) for row in range(lanes)]
-                for row, vector in enumerate(emit.transposed(square)):
-                    emit.store(vector, emit.at(target, (d + row) * columns + i))
-        return context.get_dummy_value()
-
-    return types.void(head, stride, source, out, types.int64), generate
+    width = head // (2 if source.is_half else 1)
+    lanes = _lanes(width)
+    emit = emitter(lanes)
+    first, target = emit.bits(emit.pointer(source, _number(0))), emit.pointer(out, out_offset)
+    for i in range(0, LANES, lanes):
+        for d in range(0, width, lanes):
+            square = [emit.load(emit.at(first, (i + row) * width + d), False) for row in range(lanes)]
+            for row, vector in enumerate(emit.transposed(square)):
+                emit.store(vector, emit.at(target, (d + row) * columns + i))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typing_context: Any, array: Any, offset: Any, count: Any) -> Any:
+@_vector_code
+def prefetch(emitter: Emitters, array: Any, offset: Any, count: Any) -> None:
     """Ask for ``count`` elements from ``offset`` on to be brought into the cache; never faults."""
-    element_bytes = 2 if _is_half(array) else 4
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        integer, byte_pointer = ir.IntType(64), ir.IntType(8).as_pointer()
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, _WORD, _WORD, _WORD])
-        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, high_locality, data_cache = (ir.Constant(_WORD, number) for number in (0, 3, 1))
-        step = _LINE_BYTES // element_bytes
-        lines = builder.udiv(builder.add(arguments[2], ir.Constant(integer, step - 1)), ir.Constant(integer, step))
-        with cgutils.for_range(builder, lines) as loop:
-            place = builder.add(arguments[1], builder.mul(loop.index, ir.Constant(integer, step)))
-            pointer = builder.bitcast(builder.gep(data, [place]), byte_pointer)
-            builder.call(ask, [pointer, read, high_locality, data_cache])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.int64), generate
+    emit = emitter(LANES)
+    builder, byte_pointer = emit.builder, ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte_pointer, _WORD, _WORD, _WORD])
+    ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, high_locality, data_cache = (ir.Constant(_WORD, number) for number in (0, 3, 1))
+    step = _LINE_BYTES // (2 if array.is_half else 4)
+    first = emit.pointer(array, offset)
+    lines = builder.udiv(builder.add(count, _number(step - 1)), _number(step))
+    with cgutils.for_range(builder, lines) as loop:
+        place = builder.bitcast(emit.at(first, builder.mul(loop.index, _number(step))), byte_pointer)
+        builder.call(ask, [place, read, high_locality, data_cache])

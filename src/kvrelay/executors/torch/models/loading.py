@@ -129,21 +129,20 @@ class _Loader(msgspec.Struct, frozen=True):
         return DecoderLayer(
             input_norm=self._norm(prefix + "input_layernorm.weight", config.hidden),
             qkv=self._moving(self._fused(attention, parts, config.hidden, config.qkv_bias)),
-            output=self._reduced(self._row_parallel(attention + "o_proj", width, config.output_bias)),
+            output=self._reduced(
+                self._row_parallel(attention + "o_proj", width, rank.share(width), config.output_bias)
+            ),
             post_norm=self._norm(prefix + "post_attention_layernorm.weight", config.hidden),
             feed_forward=self._feed_forward(index, prefix),
         )
 
     def _feed_forward(self, index: int, prefix: str) -> FeedForward:
-        config = self._config
+        config, place, names = self._config, prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
         if config.moe is None or not config.sparse[index]:
-            names = ("gate_proj", "up_proj", "down_proj")
-            dense = self._dense(prefix + "mlp.", names, config.intermediate, config.mlp_bias)
+            dense = self._dense(place, names, config.intermediate, config.mlp_bias)
             return DenseFeedForward(dense.gate_up, self._reduced(dense.down))
         if config.family == "mixtral":
             place, names = prefix + "block_sparse_moe.", ("w1", "w3", "w2")
-        else:
-            place, names = prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
         if self._groups is not None and self._expert_group is not None:
             return self._spread_experts(place, names, config.moe, self._groups, self._expert_group)
         moe = config.moe
@@ -163,28 +162,22 @@ class _Loader(msgspec.Struct, frozen=True):
         for i in range(moe.num_experts):
             if i not in own:
                 self._checkpoint.ignore_under(f"{prefix}experts.{i}.")
-        experts = tuple(self._whole_expert(f"{prefix}experts.{i}.", names, moe.intermediate) for i in own)
+        whole = slice(0, moe.intermediate)
+        experts = tuple(self._dense(f"{prefix}experts.{i}.", names, moe.intermediate, False, whole) for i in own)
         return SpreadFeedForward(self._router(prefix, moe), experts, moe.top_k, moe.normalize, groups, exchange)
 
     def _router(self, prefix: str, moe: MoeConfig) -> Linear:
         return self._fused(prefix, [("gate", moe.num_experts, slice(0, moe.num_experts))], self._config.hidden, False)
 
-    def _whole_expert(self, prefix: str, names: tuple[str, str, str], intermediate: int) -> DenseFeedForward:
+    def _dense(
+        self, prefix: str, names: tuple[str, str, str], intermediate: int, bias: bool, own: slice | None = None
+    ) -> DenseFeedForward:
+        """This rank's columns, or ``own``; ``down`` computes a part of the sum over the ranks."""
         gate, up, down = names
-        whole, hidden = slice(0, intermediate), self._config.hidden
-        weight = self._checkpoint.stack([f"{prefix}{down}.weight"], [(hidden, intermediate)])
-        return DenseFeedForward(
-            self._fused(prefix, [(gate, intermediate, whole), (up, intermediate, whole)], hidden, bias=False),
-            self._kernels.linear(weight.to(self._device)),
-        )
-
-    def _dense(self, prefix: str, names: tuple[str, str, str], intermediate: int, bias: bool) -> DenseFeedForward:
-        """This rank's columns; ``down`` computes a part of the sum over the ranks."""
-        gate, up, down = names
-        own = self._rank.share(intermediate)
+        own = own or self._rank.share(intermediate)
         return DenseFeedForward(
             self._fused(prefix, [(gate, intermediate, own), (up, intermediate, own)], self._config.hidden, bias),
-            self._row_parallel(prefix + down, intermediate, bias),
+            self._row_parallel(prefix + down, intermediate, own, bias),
         )
 
     def _fused(self, prefix: str, parts: list[tuple[str, int, slice]], inputs: int, bias: bool) -> Linear:
@@ -200,11 +193,10 @@ class _Loader(msgspec.Struct, frozen=True):
             offset = offset.to(self._device)
         return self._kernels.linear(weight.to(self._device), offset)
 
-    def _row_parallel(self, name: str, inputs: int, bias: bool) -> Linear:
-        """A product of this rank's inputs back to the hidden size. Only one rank adds the bias."""
+    def _row_parallel(self, name: str, inputs: int, own: slice, bias: bool) -> Linear:
+        """A product of this rank's ``own`` inputs back to the hidden size. Only one rank adds the bias."""
         hidden = self._config.hidden
-        own = Cut(1, self._rank.share(inputs))
-        weight = self._checkpoint.stack([f"{name}.weight"], [(hidden, inputs)], [own])
+        weight = self._checkpoint.stack([f"{name}.weight"], [(hidden, inputs)], [Cut(1, own)])
         offset = self._checkpoint.stack([f"{name}.bias"], [(hidden,)]).to(self._device) if bias else None
         return self._kernels.linear(weight.to(self._device), offset if self._rank.tp_rank == 0 else None)
 
