@@ -14,7 +14,7 @@ from tests.worker.cluster import Node, cluster, expected, prompt
 from kvrelay.config import RunnerConfig, WorkerRole
 from kvrelay.core.cores import may_change_niceness
 from kvrelay.core.messages import AdminRequest
-from kvrelay.errors import ControlUnavailableError
+from kvrelay.errors import ControlUnavailableError, LeaseLostError
 from kvrelay.worker import roles
 
 
@@ -137,6 +137,27 @@ async def test_a_narrowing_that_cannot_be_told_is_not_begun():
         await listed_as(WorkerRole.BOTH, decode.id, prefill)
         client.send("and now", prompt(600))
         assert await client.answer("and now") == expected(prompt(600), 8)
+
+
+async def test_a_change_that_the_end_of_the_lease_meets_is_not_begun(monkeypatch):
+    """etcd knows at once that a lease is gone; the worker registers again under another one."""
+    async with cluster() as shared:
+        prefill, decode, _ = await shared.pair()
+        discovery, losses = decode.control.discovery, ["lost"]
+        put = discovery.put
+
+        async def losing(key, value, lease=None):
+            if losses:
+                raise LeaseLostError(losses.pop())
+            await put(key, value, lease)
+
+        monkeypatch.setattr(discovery, "put", losing)
+        with pytest.raises(LeaseLostError):
+            await decode.worker.set_role(WorkerRole.PREFILL)
+        assert decode.worker.role is WorkerRole.DECODE
+        await listed_as(WorkerRole.DECODE, decode.id, prefill)
+        await decode.worker.set_role(WorkerRole.PREFILL)
+        await listed_as(WorkerRole.PREFILL, decode.id, prefill)
 
 
 async def test_a_control_plane_that_goes_away_while_a_worker_narrows_finds_it_in_the_role_it_was_told():

@@ -99,8 +99,8 @@ class Roles:
         done by hand meanwhile.
 
         Raises ConfigError for a role that this worker cannot have, or if its role is not ``was``;
-        ControlUnavailableError if discovery is away: then the worker keeps its role, and is listed again once that is
-        possible; WorkerUnavailableError if it is leaving.
+        ControlUnavailableError or LeaseLostError if discovery does not take it: then the worker keeps its role, and is
+        listed again once that is possible; WorkerUnavailableError if it is leaving.
         """
         require_possible_role(role, self._engine.facts)
         async with self._lock:
@@ -120,7 +120,7 @@ class Roles:
             self._open()
             try:
                 await self._register()
-            except ControlUnavailableError:
+            except (ControlUnavailableError, LeaseLostError):
                 self.role, self.pulls_prefills = before
                 self._assume()
                 self._tasks.spawn(self._register_again())
