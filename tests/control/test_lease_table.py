@@ -116,6 +116,19 @@ def test_a_lease_that_the_server_has_lost_is_timed_by_every_watcher(table: Lease
     assert table.next_due_s(only_missing=True) is None
 
 
+def test_a_lease_that_the_server_has_is_timed_by_the_keeper_alone(table: LeaseTable, clock: ManualClock) -> None:
+    table.refresh("L", TTL_S, 1)
+    clock.advance(TTL_S)
+    assert (table.due(), table.due(only_missing=True)) == (["L"], [])
+
+
+def test_a_keepalive_of_the_future_came_now(table: LeaseTable, clock: ManualClock) -> None:
+    """The server's clock was set back since."""
+    table.refresh("L", TTL_S, 1, age_s=-60.0)
+    clock.advance(TTL_S)
+    assert table.due() == ["L"]
+
+
 def test_the_shortest_lease_is_known(table: LeaseTable) -> None:
     assert table.shortest_ttl_s is None
     table.refresh("L", 5.0, 1)

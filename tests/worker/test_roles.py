@@ -176,6 +176,26 @@ async def test_a_control_plane_that_goes_away_while_a_worker_narrows_finds_it_in
         await listed_as(WorkerRole.PREFILL, decode.id, prefill)
 
 
+async def test_a_worker_that_drains_leaves_the_list_once_the_control_plane_is_back():
+    """Until then each request that comes to it goes on to another worker, for as long as its longest answer takes."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        client.send("long", prompt(20), max_tokens=200)
+        await client.until(lambda: "long" in client.tokens)
+        go_on = decode.hold_steps()
+        mend = decode.cut_from_nats()
+        decode.worker.request_drain()
+        await shared.until(lambda: not decode.worker.inspect().is_accepting)
+        assert decode.id in str(await prefill.control.discovery.list("kvrelay/default/workers/"))
+        mend()
+        async with asyncio.timeout(60):
+            while decode.id in str(await prefill.control.discovery.list("kvrelay/default/workers/")):
+                await asyncio.sleep(0.01)
+        go_on.set()
+        assert await client.answer("long") == expected(prompt(20), 200)
+        await shared.gone(decode)
+
+
 async def listed_as(role: WorkerRole, worker_id: str, looking: Any) -> None:
     """Once discovery says so."""
     key = f"kvrelay/default/workers/{worker_id}"

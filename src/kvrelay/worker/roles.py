@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.core.cores import compute_threads, may_change_niceness, set_niceness
@@ -136,7 +137,8 @@ class Roles:
             try:
                 await self._membership.unlist()
             except ControlUnavailableError as exc:
-                _log.warning("cannot leave discovery: %s", exc)
+                _log.warning("cannot leave discovery, trying again: %s", exc)
+                self._tasks.spawn(self._unlist_again())
             await self._finish()
 
     async def publish(self) -> None:
@@ -199,6 +201,13 @@ class Roles:
             await none_left(self._decode.num_serving, lends_until_s - time.monotonic())
         self._decode.handoffs.lends_prefixes = False
         await self._decode.drain()
+
+    async def _unlist_again(self) -> None:
+        """Until then frontends send requests that are refused."""
+        while True:
+            await asyncio.sleep(RETRY_INTERVAL_S)
+            with suppress(ControlUnavailableError):
+                return await self._membership.unlist()
 
     async def _register_again(self) -> None:
         """After a failed change of role: retry until it succeeds or the role changes again."""
