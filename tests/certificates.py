@@ -12,8 +12,7 @@ import pytest
 
 def make_certificate(directory: Path, *addresses: str) -> tuple[Path, Path]:
     """Certificate and key (PEM) for ``addresses`` (127.0.0.1 without any). Skips the test where there is no openssl."""
-    if shutil.which("openssl") is None:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("openssl is not installed")
+    _require_openssl()
     names = ",".join(f"IP:{address}" for address in addresses or ("127.0.0.1",))
     certificate, key = directory / "cert.pem", directory / "key.pem"
     words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=kvrelay-test"
@@ -24,3 +23,19 @@ def make_certificate(directory: Path, *addresses: str) -> tuple[Path, Path]:
         timeout=30,
     )
     return certificate, key
+
+
+def make_rsa_keys(directory: Path) -> tuple[Path, Path]:
+    """A public and a private key (PEM)."""
+    _require_openssl()
+    public, private = directory / "public.pem", directory / "private.pem"
+    for words in ("genrsa -out PRIVATE 2048", "rsa -in PRIVATE -pubout -out PUBLIC"):
+        names = {"PRIVATE": str(private), "PUBLIC": str(public)}
+        command = ["openssl", *(names.get(word, word) for word in words.split())]
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+    return public, private
+
+
+def _require_openssl() -> None:
+    if shutil.which("openssl") is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("openssl is not installed")

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,9 +21,10 @@ class EtcdServer:
     With ``tls``, a certificate and its key, it speaks TLS only and takes only clients that have the same certificate.
     """
 
-    def __init__(self, directory: Path, tls: tuple[Path, Path] | None = None) -> None:
+    def __init__(self, directory: Path, tls: tuple[Path, Path] | None = None, flags: Sequence[str] = ()) -> None:
         self.directory = directory
         self.tls = tls
+        self.flags = flags
         self.client_port, self.peer_port = free_ports(2)
         self.process: subprocess.Popen[bytes] | None = None
         self._has_run = False
@@ -68,6 +69,7 @@ class EtcdServer:
                     "--election-timeout=100",
                     *self._tls_flags("--cert-file", "--key-file", "--trusted-ca-file"),
                     *(["--client-cert-auth"] if self.tls else []),
+                    *self.flags,
                 ],
                 stdout=log,
                 stderr=log,

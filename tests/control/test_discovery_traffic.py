@@ -15,13 +15,13 @@ from tests.contracts.waiting import eventually, watching
 from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import KEEPALIVES_PER_LEASE, Keys
+from kvrelay.control.lease_table import HEARD_SHARE
 from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage
 from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.jetstream import JetStream, JetStreamError
 from kvrelay.control.nats.keeper_election import KeeperState
 from kvrelay.control.nats.lease import NatsLease
-from kvrelay.control.nats.mirror import TAKEOVER_SHARE
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S
@@ -218,7 +218,7 @@ def test_a_new_keeper_gives_a_dead_member_no_whole_lease_more(nats: NatsServerPr
             await eventually(lambda: feed.consumer_seq >= feed.num_pending > 0)
             state, now_s = heir.mirror.table.lease(victim.lease.lease_id), MonotonicClock().now()
             assert state is not None
-            assert state.refreshed_s + state.ttl_s <= now_s + TAKEOVER_SHARE * state.ttl_s
+            assert state.refreshed_s + state.ttl_s <= now_s + HEARD_SHARE * state.ttl_s
 
     asyncio.run(scenario())
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tests.certificates import make_certificate
+from tests.certificates import make_certificate, make_rsa_keys
 from tests.contracts.waiting import Watching, eventually
 from tests.control.etcd_server import EtcdServer, require_etcd, running_etcd
 from tests.patience import PATIENCE_S
@@ -293,6 +293,47 @@ async def test_expired_tokens_are_renewed_and_wrong_passwords_refused(tmp_path: 
             with pytest.raises(ConfigError) as caught:
                 await EtcdDiscovery.connect(f"etcd://{userinfo}{address}", connect_timeout_s=PATIENCE_S)
             assert "wrong" not in caught.value.message
+    finally:
+        server.stop()
+
+
+async def test_a_change_of_roles_is_no_more_than_an_outage(tmp_path: Path) -> None:
+    """With JWTs, which any change of users or roles makes invalid."""
+    require_etcd()
+    public, private = make_rsa_keys(tmp_path)
+    server = EtcdServer(
+        tmp_path, flags=[f"--auth-token=jwt,pub-key={public},priv-key={private},sign-method=RS256,ttl=10m"]
+    )
+    server.start()
+    kv = ("kv", "readwrite", "kvrelay/")
+    try:
+        for words in (
+            ("user", "add", "root:secret"),
+            ("user", "grant-role", "root", "root"),
+            ("role", "add", "kv"),
+            ("role", "grant-permission", "--prefix=true", *kv),
+            ("user", "add", "worker:secret"),
+            ("user", "grant-role", "worker", "kv"),
+            ("auth", "enable"),
+        ):
+            assert server.ctl(*words).returncode == 0
+        url = f"etcd://worker:secret@127.0.0.1:{server.client_port}"
+        discovery = await EtcdDiscovery.connect(url, connect_timeout_s=PATIENCE_S)
+        await discovery.put(SETTINGS + "a", b"1")
+        root = "--user=root:secret"
+        assert server.ctl(root, "user", "add", "other:secret").returncode == 0
+        assert await discovery.list(SETTINGS) == {SETTINGS + "a": b"1"}
+        revoke = ("role", "revoke-permission", "--prefix=true", "kv", "kvrelay/")
+        assert server.ctl(root, *revoke).returncode == 0
+        with pytest.raises(ControlUnavailableError, match="refuses: etcdserver: permission denied"):
+            await discovery.list(SETTINGS)
+        watching = Watching(discovery, SETTINGS)
+        await asyncio.sleep(0.5)
+        assert not watching.task.done()
+        assert server.ctl(root, "role", "grant-permission", "--prefix=true", *kv).returncode == 0
+        await eventually(lambda: watching.state == {SETTINGS + "a": b"1"})
+        await stop(watching)
+        await discovery.close()
     finally:
         server.stop()
 

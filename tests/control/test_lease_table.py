@@ -95,7 +95,7 @@ def test_a_takeover_gives_every_lease_a_share_of_its_time_to_live(table: LeaseTa
     table.refresh("L", TTL_S, 1)
     table.refresh("M", TTL_S, 2)
     clock.advance(60.0)
-    table.trust_all(0.5)
+    table.trust_all()
     assert table.due() == []
     table.refresh("M", TTL_S, 3)
     clock.advance(TTL_S / 2)
@@ -116,6 +116,19 @@ def test_a_lease_that_the_server_has_lost_is_timed_by_every_watcher(table: Lease
     assert table.next_due_s(only_missing=True) is None
 
 
+def test_a_lease_that_the_server_has_is_timed_by_the_keeper_alone(table: LeaseTable, clock: ManualClock) -> None:
+    table.refresh("L", TTL_S, 1)
+    clock.advance(TTL_S)
+    assert (table.due(), table.due(only_missing=True)) == (["L"], [])
+
+
+def test_a_keepalive_of_the_future_came_now(table: LeaseTable, clock: ManualClock) -> None:
+    """The server's clock was set back since."""
+    table.refresh("L", TTL_S, 1, age_s=-60.0)
+    clock.advance(TTL_S)
+    assert table.due() == ["L"]
+
+
 def test_the_shortest_lease_is_known(table: LeaseTable) -> None:
     assert table.shortest_ttl_s is None
     table.refresh("L", 5.0, 1)
@@ -127,16 +140,20 @@ def test_the_shortest_lease_is_known(table: LeaseTable) -> None:
     assert table.shortest_ttl_s == 7.0
 
 
-def test_entries_of_a_lease_that_was_overdue_at_the_start_are_not_shown(table: LeaseTable) -> None:
+def test_entries_of_a_lease_that_was_overdue_at_the_start_are_not_shown(table: LeaseTable, clock: ManualClock) -> None:
     table.begin_resync()
     table.put("dead", b"1", "L", 1)
     table.put("alive", b"2", "M", 2)
     table.refresh("L", TTL_S, 3, age_s=10.0)
     table.refresh("M", TTL_S, 4, age_s=9.0)
     assert table.end_resync() == [put("alive", b"2")]
-    assert table.due() == ["L"]
+    assert table.due() == []
     assert table.has_unproven
-    assert table.next_due_s() == 1000.0
+    assert table.next_due_s() == 1001.0, "of the living one"
+    clock.advance(4.5)
+    assert table.due() == ["M"]
+    clock.advance(0.5)
+    assert table.due() == ["L", "M"], "the server's clock may have been set: a living one would have been heard"
     assert table.refresh("L", TTL_S, 5) == [put("dead", b"1")]
     assert not table.has_unproven
 

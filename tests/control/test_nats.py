@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 import uvloop
 from tests.contracts.control_servers import wipe
@@ -25,6 +27,7 @@ from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats import jetstream as jetstream_module
+from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.client import TcpTransport
 from kvrelay.control.nats.connection import (
     REQUEST_TIMEOUT_S,
@@ -35,10 +38,19 @@ from kvrelay.control.nats.connection import (
     RequestTimeoutError,
     ask_again,
 )
-from kvrelay.control.nats.jetstream import Delivery, JetStream, parse_ack_subject
+from kvrelay.control.nats.discovery import NatsDiscovery
+from kvrelay.control.nats.event_bus import NatsEventBus
+from kvrelay.control.nats.jetstream import ConsumerInfo, Delivery, JetStream, parse_ack_subject
+from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.plane import NatsControlPlane
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
-from kvrelay.errors import AddressInUseError, ConfigError, ControlUnavailableError, PayloadTooLargeError
+from kvrelay.errors import (
+    AddressInUseError,
+    ConfigError,
+    ControlUnavailableError,
+    PayloadTooLargeError,
+    RetryElsewhereError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +245,48 @@ async def test_only_a_silent_server_is_pinged_and_one_that_does_not_answer_is_le
         await connection.close()
 
 
+GREETING = b'INFO {"server_id":"x","version":"2.11.0","max_payload":1000,"proto":1,"headers":true}\r\n'
+
+
+@pytest.mark.parametrize(
+    ("farewell", "greeting"),
+    [
+        (b"-ERR 'User Authentication Expired'\r\n", GREETING),
+        (b"-ERR 'Authorization Violation'\r\n", GREETING),
+        (b"-ERR 'maximum subscriptions exceeded'\r\n", GREETING),
+        (b"", b"INFO\r\n"),
+        (b"", b"INFO " + bytes(100_000) + b"\r\n"),
+    ],
+)
+async def test_no_fault_of_a_server_ends_the_client(farewell: bytes, greeting: bytes) -> None:
+    """Its reason may pass: a login is renewed, a limit raised. ``greeting``: of the next connection."""
+    greetings = [GREETING, greeting, GREETING]
+    logins: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greetings.pop(0) if greetings else GREETING)
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                if line == b"PING\r\n":
+                    writer.write(b"PONG\r\n")
+                if line.startswith(b"CONNECT"):
+                    logins.append(writer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        connection = await NatsConnection.connect(f"nats://127.0.0.1:{port}", PATIENCE_S)
+        try:
+            for _ in range(2):
+                await eventually(lambda: connection.is_connected and len(logins) > 0)
+                last = logins.pop()
+                last.write(farewell)
+                last.close()
+            await eventually(lambda: connection.is_connected and len(logins) > 0)
+        finally:
+            await connection.close()
+
+
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), AttributeError("writelines"), ConnectionResetError()])
 def test_errors_of_the_library_on_closing_are_swallowed(nats: NatsServerProcess, error: BaseException) -> None:
     async def scenario() -> None:
@@ -311,6 +365,56 @@ def test_a_prefill_too_large_for_the_server_is_refused_by_name(nats: NatsServerP
             await connection.publish("a", b"")
 
     asyncio.run(scenario())
+
+
+async def test_an_answer_too_large_for_the_server_is_an_error_at_once(nats: NatsServerProcess) -> None:
+    connection = await NatsConnection.connect(nats.url, PATIENCE_S)
+    bus = NatsEventBus(connection)
+
+    async def much(data: bytes) -> bytes:
+        return bytes(connection.max_payload_bytes + 1)
+
+    await bus.serve("much", much)
+    with pytest.raises(RetryElsewhereError, match="more than the control server accepts"):
+        await bus.request("much", b"", PATIENCE_S)
+    await connection.close()
+
+
+@pytest.mark.parametrize("is_service", [False, True])
+async def test_a_subscription_that_is_not_certain_is_none(
+    nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch, *, is_service: bool
+) -> None:
+    """Its caller tries again, and would get everything twice."""
+    connection = await NatsConnection.connect(nats.url, PATIENCE_S)
+    bus = NatsEventBus(connection)
+    flush, heard = connection.flush, list[str]()
+
+    async def answer(data: bytes) -> bytes:
+        return data
+
+    async def subscribe(name: str) -> None:
+        if is_service:
+            await bus.serve("news", answer)
+        else:
+            await bus.subscribe("news", lambda *_: heard.append(name))
+
+    async def silence() -> None:
+        raise RequestTimeoutError("no answer")
+
+    monkeypatch.setattr(connection, "flush", silence)
+    with pytest.raises(RequestTimeoutError):
+        await subscribe("one")
+    monkeypatch.setattr(connection, "flush", flush)
+    if is_service:
+        with pytest.raises(RetryElsewhereError, match="no service"):
+            await bus.request("news", b"", PATIENCE_S)
+    else:
+        await subscribe("two")
+        await bus.publish("news", b"")
+        await eventually(lambda: "two" in heard)
+        await connection.flush()
+        assert heard == ["two"]
+    await connection.close()
 
 
 def test_a_flush_comes_behind_what_was_sent_before(nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,6 +597,76 @@ async def test_only_a_request_without_an_answer_is_repeated() -> None:
     answers = [RequestTimeoutError("slow"), 7]
     with pytest.raises(RequestTimeoutError):
         await ask_again(ask, 0.0)
+
+
+async def test_a_revocation_is_not_missed_while_the_lease_is_looked_for(nats: NatsServerProcess) -> None:
+    """The answer that the lease is there may be older than the news that it is not."""
+    lost: list[str] = []
+
+    class SlowBucket(Bucket):
+        async def has_lease(self, lease_id: str) -> bool:
+            is_there = await super().has_lease(lease_id)
+            if not lost:
+                lost.append("the key")
+                await self.end_lease(lease_id)
+                lease.wake()
+            return is_there
+
+    connection = await NatsConnection.connect(nats.url, PATIENCE_S)
+    bucket = SlowBucket(JetStream(connection), "revoked")
+    await bucket.ensure()
+    lease = NatsLease(bucket, 60.0, "", is_watched=lambda: True)
+    lease.on_lost(lambda: lost.append("the lease"))
+    await lease.start()
+    lease.wake()
+    await eventually(lambda: lost == ["the key", "the lease"])
+    await lease.revoke()
+    await connection.close()
+
+
+def test_a_watcher_knows_the_first_keepalive_of_a_new_lease(nats: NatsServerProcess) -> None:
+    """Otherwise it gives a process that died at once another time to live."""
+
+    async def scenario() -> None:
+        async with plane(nats.url, "first") as one, plane(nats.url, "first") as two:
+            assert isinstance(two.discovery, NatsDiscovery)
+            async with watching(two.discovery, "kvrelay/") as watch:
+                lease = await one.discovery.grant(60.0)
+                await one.discovery.put("kvrelay/first/workers/w", b"1", lease)
+                await eventually(lambda: bool(watch.state))
+                connection = await NatsConnection.connect(nats.url, PATIENCE_S)
+                keepalive = await Bucket(JetStream(connection), "first").last_keepalive(lease.lease_id)
+                state = two.discovery.mirror.table.lease(lease.lease_id)
+                assert keepalive is not None
+                assert state is not None
+                assert state.seq == keepalive.seq
+                await connection.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_newcomer_ends_no_living_lease_when_the_servers_clock_was_set(
+    nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour forwards: by the server's stamps nobody has been heard for so long."""
+    create_consumer = JetStream.create_consumer
+
+    async def create_later(self: JetStream, stream: str, config: Mapping[str, object]) -> ConsumerInfo:
+        info = await create_consumer(self, stream, config)
+        return msgspec.structs.replace(info, created=info.created + datetime.timedelta(hours=1))
+
+    async def scenario() -> None:
+        key, lost = "kvrelay/clock/workers/w", list[str]()
+        async with plane(nats.url, "clock") as one, plane(nats.url, "clock") as newcomer:
+            lease = await one.discovery.grant(4.0)
+            lease.on_lost(lambda: lost.append("lost"))
+            await one.discovery.put(key, b"1", lease)
+            monkeypatch.setattr(JetStream, "create_consumer", create_later)
+            async with watching(newcomer.discovery, "kvrelay/") as watch:
+                await eventually(lambda: watch.state == {key: b"1"})
+                assert (watch.num_deletes, lost) == (0, [])
+
+    asyncio.run(scenario())
 
 
 def test_entries_of_dead_processes_are_deleted(nats: NatsServerProcess) -> None:

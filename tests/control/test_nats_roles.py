@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage
 from kvrelay.control.nats.discovery import NatsDiscovery
+from kvrelay.control.nats.keeper_election import KeeperState
 from kvrelay.control.nats.plane import NatsControlPlane
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
@@ -241,3 +244,29 @@ async def test_a_role_hears_nothing_that_is_not_for_it(
 async def test_other_logins_are_refused(address: str, login: str) -> None:
     with pytest.raises(Exception, match=r"[Aa]uthorization"):
         await NatsConnection.connect(f"nats://{login}@{address}" if login else f"nats://{address}", 10.0)
+
+
+async def test_a_permission_that_is_given_later_is_used(tmp_path: Path) -> None:
+    """Without a keeper nobody would end the leases of the dead until another process comes."""
+    keeper = KEYS.lease_keeper
+    config = "authorization {{ users: [{{ user: u, password: p, permissions: {{ publish: {{ {} }} }} }}] }}"
+    with configured_server(tmp_path, config.format(f'deny: "{keeper}"')) as address:
+        (ports,) = tmp_path.glob("nats-server_*.ports")  # noqa: ASYNC240
+        plane = await connect_control(ControlConfig(control=f"nats://u:p@{address}", connect_timeout_s=10.0))
+        try:
+            assert isinstance(plane, NatsControlPlane)
+            assert isinstance(plane.discovery, NatsDiscovery)
+            election, connection = plane.discovery.mirror.election, plane.connection
+            lease = await plane.discovery.grant(TTL_S)
+            await plane.discovery.put(WORKER, b"{}", lease)
+            async with watching(plane.discovery, KEYS.workers):
+                await eventually(lambda: not election.may_keep)
+                (tmp_path / "nats.conf").write_text(config.format('allow: ">"'))
+                os.kill(int(ports.stem.rpartition("_")[2]), signal.SIGHUP)
+                while connection.is_denied(keeper):
+                    await connection.publish(keeper, b"")
+                    await connection.flush()
+                await connection.client.force_reconnect()
+                await eventually(lambda: election.state is KeeperState.KEEPING)
+        finally:
+            await plane.close()

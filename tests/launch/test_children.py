@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 import tempfile
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,10 +18,12 @@ from kvrelay.launch.children import (
     WINDOW_S,
     Child,
     ChildErrors,
+    Fate,
     end_of,
     restart,
     start_child,
     stop_children,
+    supervise,
 )
 
 FAILS = "import sys; print('kvrelay: no such file', file=sys.stderr); print(f'log {sys.argv[1]}', file=sys.stderr)"
@@ -81,6 +85,26 @@ def test_a_restarted_child_is_told_how_the_one_before_it_ended() -> None:
         child.process.wait(60)
         errors.finish(60)
         assert [line.decode().strip() for line in lines] == ["None", told]
+
+
+def test_a_child_that_cannot_be_started_again_is_tried_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The machine may have no process or memory left for a moment: the other children serve on."""
+    child = start_child("worker 3", [sys.executable, "-c", "raise SystemExit(7)"])
+    child.process.wait()
+    assert supervise(child, 100.0) is Fate.GOES_ON
+    with monkeypatch.context() as short:
+        short.setattr(
+            children_module, "start_child_process", Mock(side_effect=OSError(errno.EAGAIN, "no process left"))
+        )
+        for now_s in (101.0, 102.0, 110.0):
+            assert supervise(child, now_s) is Fate.GOES_ON
+    assert capsys.readouterr().err.count("worker 3 cannot be started again") == 2
+    first = child.pid
+    assert supervise(child, 120.0) is Fate.GOES_ON
+    assert child.pid != first
+    child.process.wait()
 
 
 def test_ends_are_told_in_words() -> None:

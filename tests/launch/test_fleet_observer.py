@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import msgspec
 import pytest
+from tests.patience import PATIENCE_S
 
 from kvrelay.config import WorkerRole
 from kvrelay.control.base import Keys
@@ -14,14 +16,16 @@ from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import CallerInfo, WorkerInfo
-from kvrelay.errors import ProtocolError
+from kvrelay.errors import ProtocolError, WorkerUnavailableError
 from kvrelay.frontend.cluster.figures import HeardLoad
 from kvrelay.frontend.cluster.frontends import FiguresReply
 from kvrelay.frontend.cluster.seconds import Second
+from kvrelay.launch import worker_calls
 from kvrelay.launch.fleet_observer import FleetObserver, is_ready, measured_in
 from kvrelay.launch.worker_calls import WorkerCalls, answer_of
 from kvrelay.planner import Measured, WorkerView
 from kvrelay.rpc import new_curve_keys
+from kvrelay.rpc.loopback import LoopbackNetwork
 from kvrelay.worker.worker import Worker
 
 KEYS = Keys("default")
@@ -125,3 +129,28 @@ async def test_a_worker_answers_json_whatever_its_numbers_are(monkeypatch: pytes
 def test_an_answer_that_is_no_json_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="w is no JSON"):
         answer_of("w", AdminReply(1, "{"))
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_a_worker_that_ends_meanwhile_answers_no_more(monkeypatch: pytest.MonkeyPatch, *, is_gone: bool) -> None:
+    """A change of role may take ten minutes: nobody waits so long for the dead."""
+    network, plane = LoopbackNetwork(), MemoryBroker().plane()
+    server, asked = network.server(), asyncio.Event()
+    server.on_message(lambda *_: asked.set())
+    await server.start()
+    monkeypatch.setattr(worker_calls, "client_of", lambda info, *_: network.client(info.address))
+    info = WorkerInfo("w", 0, WorkerRole.DECODE, "m", "m", server.address, 4096, 16, 100, 2000, "k")
+    await plane.discovery.put(KEYS.worker("w"), msgspec.json.encode(info), await plane.discovery.grant(60.0))
+    calls = WorkerCalls(plane, KEYS, new_curve_keys())
+    await calls.look()
+    answer = asyncio.create_task(calls.ask("w", "role", "both", timeout_s=3600.0))
+    await asyncio.wait_for(asked.wait(), PATIENCE_S)
+    if is_gone:
+        await plane.discovery.delete(KEYS.worker("w"))
+        await calls.look()
+    else:
+        await server.close()
+    with pytest.raises(WorkerUnavailableError, match="the connection to w was lost"):
+        await asyncio.wait_for(answer, PATIENCE_S)
+    await calls.close()
+    await plane.close()

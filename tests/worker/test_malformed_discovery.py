@@ -9,6 +9,7 @@ import pytest
 from tests.worker.cluster import WAIT_S, Node, cluster, expected, prompt
 
 from kvrelay.config import WorkerRole
+from kvrelay.control.base import Lease
 from kvrelay.control.nats.jetstream import JetStream
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
@@ -76,6 +77,35 @@ async def test_a_worker_puts_its_own_entries_back(key: str, monkeypatch: pytest.
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
+
+
+async def test_an_entry_that_is_put_back_undoes_no_change_of_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "RESTORE_DELAY_S", 0.02)
+    reached, held, is_back = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    async with cluster() as shared:
+        prefill, decode, _ = await shared.pair()
+        key = f"{ROOT}workers/{prefill.id}"
+        discovery = prefill.control.discovery
+        put = discovery.put
+
+        async def slow(name: str, value: bytes, lease: Lease | None = None) -> None:
+            is_first = name == key and not reached.is_set()
+            if is_first:
+                reached.set()
+                await held.wait()
+            await put(name, value, lease)
+            if is_first:
+                is_back.set()
+
+        monkeypatch.setattr(discovery, "put", slow)
+        await decode.control.discovery.delete(key)
+        await asyncio.wait_for(reached.wait(), WAIT_S)
+        changing = asyncio.create_task(prefill.worker.set_role(WorkerRole.BOTH))
+        await asyncio.wait([changing], timeout=0.2)  # it must not overtake
+        held.set()
+        await asyncio.wait_for(is_back.wait(), WAIT_S)
+        await changing
+        assert b'"role":"both"' in (await decode.control.discovery.get(key) or b"")
 
 
 async def test_an_entry_that_leaves_for_good_is_not_put_back() -> None:

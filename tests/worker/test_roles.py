@@ -14,7 +14,7 @@ from tests.worker.cluster import Node, cluster, expected, prompt
 from kvrelay.config import RunnerConfig, WorkerRole
 from kvrelay.core.cores import may_change_niceness
 from kvrelay.core.messages import AdminRequest
-from kvrelay.errors import ControlUnavailableError
+from kvrelay.errors import ControlUnavailableError, LeaseLostError
 from kvrelay.worker import roles
 
 
@@ -139,6 +139,27 @@ async def test_a_narrowing_that_cannot_be_told_is_not_begun():
         assert await client.answer("and now") == expected(prompt(600), 8)
 
 
+async def test_a_change_that_the_end_of_the_lease_meets_is_not_begun(monkeypatch):
+    """etcd knows at once that a lease is gone; the worker registers again under another one."""
+    async with cluster() as shared:
+        prefill, decode, _ = await shared.pair()
+        discovery, losses = decode.control.discovery, ["lost"]
+        put = discovery.put
+
+        async def losing(key, value, lease=None):
+            if losses:
+                raise LeaseLostError(losses.pop())
+            await put(key, value, lease)
+
+        monkeypatch.setattr(discovery, "put", losing)
+        with pytest.raises(LeaseLostError):
+            await decode.worker.set_role(WorkerRole.PREFILL)
+        assert decode.worker.role is WorkerRole.DECODE
+        await listed_as(WorkerRole.DECODE, decode.id, prefill)
+        await decode.worker.set_role(WorkerRole.PREFILL)
+        await listed_as(WorkerRole.PREFILL, decode.id, prefill)
+
+
 async def test_a_control_plane_that_goes_away_while_a_worker_narrows_finds_it_in_the_role_it_was_told():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
@@ -153,6 +174,26 @@ async def test_a_control_plane_that_goes_away_while_a_worker_narrows_finds_it_in
         assert decode.worker.role is WorkerRole.PREFILL
         mend()
         await listed_as(WorkerRole.PREFILL, decode.id, prefill)
+
+
+async def test_a_worker_that_drains_leaves_the_list_once_the_control_plane_is_back():
+    """Until then each request that comes to it goes on to another worker, for as long as its longest answer takes."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        client.send("long", prompt(20), max_tokens=200)
+        await client.until(lambda: "long" in client.tokens)
+        go_on = decode.hold_steps()
+        mend = decode.cut_from_nats()
+        decode.worker.request_drain()
+        await shared.until(lambda: not decode.worker.inspect().is_accepting)
+        assert decode.id in str(await prefill.control.discovery.list("kvrelay/default/workers/"))
+        mend()
+        async with asyncio.timeout(60):
+            while decode.id in str(await prefill.control.discovery.list("kvrelay/default/workers/")):
+                await asyncio.sleep(0.01)
+        go_on.set()
+        assert await client.answer("long") == expected(prompt(20), 200)
+        await shared.gone(decode)
 
 
 async def listed_as(role: WorkerRole, worker_id: str, looking: Any) -> None:

@@ -23,6 +23,7 @@ from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError
 RETRY_S = 0.25
 """Pause between attempts while the server is away."""
 REASON_TIMEOUT_S = 0.2
+OLD_TOKEN = "revision of auth store is old"
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
@@ -115,7 +116,7 @@ class EtcdChannel:
                 await self._authenticate(timeout_s)
             await self._probe(timeout_s, wait_for_ready=True)
         except self.rpc.AioRpcError as exc:
-            raise self.mapped(await self._reason(exc)) from exc
+            raise self.mapped(await self._reason(exc), is_first=True) from exc
 
     async def _probe(self, timeout_s: float, *, wait_for_ready: bool) -> None:
         request = self.rpc.RangeRequest(key=b"kvrelay/", count_only=True)
@@ -184,7 +185,9 @@ class EtcdChannel:
         return self.closed and (task is None or not task.cancelling())
 
     def token_expired(self, exc: Exception) -> bool:
-        return self.address.user is not None and self._code(exc) == "UNAUTHENTICATED"
+        """A JWT also ends with any change of users or roles."""
+        is_old = self._code(exc) == "UNAUTHENTICATED" or OLD_TOKEN in self._details(exc)
+        return self.address.user is not None and is_old
 
     async def authenticate(self) -> None:
         """Get a new token; etcd forgets tokens after some minutes and when it restarts."""
@@ -202,14 +205,15 @@ class EtcdChannel:
                 call.cancel()
             await self._channel.close()
 
-    def mapped(self, exc: Exception) -> Exception:
-        """A gRPC error as one of ours, chosen by what the caller can do."""
-        code = self._code(exc)
-        details = " ".join(str(getattr(exc, "details", lambda: exc)() or code).split())
+    def mapped(self, exc: Exception, *, is_first: bool = False) -> Exception:
+        """A gRPC error as one of ours, chosen by what the caller can do. A refusal is a wrong setting if it comes
+        first (``is_first``); later an operator has changed something, perhaps not for long."""
+        code, details = self._code(exc), self._details(exc)
         if code == "NOT_FOUND" and "lease" in details:
             return LeaseLostError(f"{self.address}: {details}")
         if code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "INVALID_ARGUMENT", "FAILED_PRECONDITION"):
-            return ConfigError(f"{self.address} refuses: {details}", param="discovery")
+            refusal = f"{self.address} refuses: {details}"
+            return ConfigError(refusal, param="discovery") if is_first else ControlUnavailableError(refusal)
         if code == "DEADLINE_EXCEEDED":
             return ControlUnavailableError(f"{self.address} does not answer")
         return ControlUnavailableError(f"{self.address} cannot be reached: {details}")
@@ -218,6 +222,9 @@ class EtcdChannel:
         request = self.rpc.AuthenticateRequest(name=self.address.user, password=self.address.password)
         answer = await self._auth.Authenticate(request, timeout=timeout_s, wait_for_ready=True)
         self.metadata = (("token", answer.token),)
+
+    def _details(self, exc: Exception) -> str:
+        return " ".join(str(getattr(exc, "details", lambda: exc)() or self._code(exc)).split())
 
     @staticmethod
     def _code(exc: Exception) -> str:

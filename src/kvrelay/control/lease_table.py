@@ -22,6 +22,9 @@ from kvrelay.control.base import WatchEvent, WatchKind
 from kvrelay.control.unleased import UnleasedEntries
 from kvrelay.core.clock import Clock
 
+HEARD_SHARE = 0.5
+"""Share of its time to live within which a living lease is heard. Keepalives come more often."""
+
 
 class KvEntry(msgspec.Struct):
     """A key's value, the lease it hangs on, and its sequence number on the server."""
@@ -34,8 +37,9 @@ class KvEntry(msgspec.Struct):
 class LeaseState(msgspec.Struct):
     """The last known state of a lease. ``refreshed_s`` is on the watcher's own clock.
 
-    A lease that was overdue when this watcher first saw it belongs to a process that died before: ``is_proven`` is
-    False, its entries are not shown, and its end is due.
+    A lease that was overdue when this watcher first saw it belongs to a process that died before, unless the server's
+    clock was set: ``is_proven`` is False, its entries are not shown, and its end is due if no keepalive comes within
+    HEARD_SHARE of its time to live.
     """
 
     ttl_s: float
@@ -115,7 +119,10 @@ class LeaseTable:
         if lease_id in self._known_leases and self._is_resyncing:
             age_s = 0.0
         age_s = max(age_s, 0.0)
-        self._leases[lease_id] = LeaseState(ttl_s, seq, self._clock.now() - age_s, is_proven=age_s < ttl_s)
+        is_proven = age_s < ttl_s
+        if not is_proven:
+            age_s = ttl_s * (1.0 - HEARD_SHARE)
+        self._leases[lease_id] = LeaseState(ttl_s, seq, self._clock.now() - age_s, is_proven)
         return self._reconcile(sorted(self._keys_of.get(lease_id, ())))
 
     def end(self, lease_id: str) -> list[WatchEvent]:
@@ -162,10 +169,10 @@ class LeaseTable:
         """The time on the clock at which the next lease becomes due; None without leases."""
         return min((due_s for _, due_s in self._due_times(only_missing)), default=None)
 
-    def trust_all(self, share: float) -> None:
-        """Keepalives were not heard for a while: every lease has ``share`` of its time to live left from now on."""
+    def trust_all(self) -> None:
+        """Keepalives were not heard for a while: every lease has HEARD_SHARE of its time to live left from now on."""
         for state in self._leases.values():
-            state.refreshed_s = self._clock.now() - state.ttl_s * (1.0 - share)
+            state.refreshed_s = self._clock.now() - state.ttl_s * (1.0 - HEARD_SHARE)
 
     @property
     def has_unproven(self) -> bool:

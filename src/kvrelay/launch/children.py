@@ -142,7 +142,12 @@ def supervise(child: Child, now_s: float) -> Fate:
         return Fate.GOES_ON
     if child.restart_s is not None:
         if now_s >= child.restart_s:
-            restart(child)
+            try:
+                restart(child)
+            except OSError as exc:
+                # The machine is short of something: no reason to end the others.
+                child.restart_s = now_s + RESTART_BACKOFF_S[-1]
+                print(f"kvrelay: {child.name} cannot be started again now: {exc}", file=sys.stderr)
         return Fate.GOES_ON
     if child.exit_code == 0:
         return Fate.HAS_LEFT

@@ -33,7 +33,7 @@ NUM_REPEATS, LATE_S = 2, 3.0
 """A worker is silent once two repetitions of its sample are missing, and so late."""
 STUCK_S = 10.0
 """No step of a sound engine takes so long."""
-MEASURED_S = 60.0
+MEASURED_S = 60
 MIN_MEASURED = 20
 
 
@@ -106,7 +106,7 @@ class FleetObserver:
 
     async def _ask(self, name: str) -> FiguresReply | None:
         try:
-            subject, question = self._keys.frontend_figures(name), planners_question(int(time.time() - MEASURED_S))
+            subject, question = self._keys.frontend_figures(name), planners_question(MEASURED_S)
             return figures_of(await self._control.events.request(subject, question, ASK_TIMEOUT_S))
         except RetryElsewhereError as exc:
             _log.debug("frontend %s tells no figures: %s", name, exc)

@@ -37,10 +37,22 @@ COMMAND_TIMEOUT_S = 30.0
 class _Connection:
     """To one worker. ``replies``: of calls that wait, by nonce."""
 
-    def __init__(self, client: RpcClient) -> None:
+    def __init__(self, worker_id: str, client: RpcClient) -> None:
+        self._worker_id = worker_id
         self.client = client
         self.replies: dict[int, asyncio.Future[AdminReply]] = {}
         client.on_message(self._receive)
+        client.on_disconnect(self._lost)
+
+    async def close(self) -> None:
+        self._lost()
+        await self.client.close()
+
+    def _lost(self) -> None:
+        """No answer will come."""
+        for reply in self.replies.values():
+            if not reply.done():
+                reply.set_exception(WorkerUnavailableError(f"the connection to {self._worker_id} was lost"))
 
     def _receive(self, message: Message) -> None:
         reply = self.replies.get(message.nonce) if isinstance(message, AdminReply) else None
@@ -111,7 +123,7 @@ class WorkerCalls:
 
     async def _forget_others(self) -> None:
         for worker_id in set(self._connections) - set(self.known):
-            await self._connections.pop(worker_id).client.close()
+            await self._connections.pop(worker_id).close()
 
     async def _connection(self, worker_id: str) -> _Connection:
         connection = self._connections.get(worker_id)
@@ -121,13 +133,13 @@ class WorkerCalls:
         if info is None:
             raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, self.known)}")
         if connection is not None:
-            await self._connections.pop(worker_id).client.close()
+            await self._connections.pop(worker_id).close()
         client = client_of(info, self._curve_keys, CONNECT_TIMEOUT_S)
         await client.start()
         if (other := self._connections.get(worker_id)) is not None:
             await client.close()
             return other
-        self._connections[worker_id] = _Connection(client)
+        self._connections[worker_id] = _Connection(worker_id, client)
         return self._connections[worker_id]
 
 

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.core.cores import compute_threads, may_change_niceness, set_niceness
@@ -99,8 +100,8 @@ class Roles:
         done by hand meanwhile.
 
         Raises ConfigError for a role that this worker cannot have, or if its role is not ``was``;
-        ControlUnavailableError if discovery is away: then the worker keeps its role, and is listed again once that is
-        possible; WorkerUnavailableError if it is leaving.
+        ControlUnavailableError or LeaseLostError if discovery does not take it: then the worker keeps its role, and is
+        listed again once that is possible; WorkerUnavailableError if it is leaving.
         """
         require_possible_role(role, self._engine.facts)
         async with self._lock:
@@ -120,7 +121,7 @@ class Roles:
             self._open()
             try:
                 await self._register()
-            except ControlUnavailableError:
+            except (ControlUnavailableError, LeaseLostError):
                 self.role, self.pulls_prefills = before
                 self._assume()
                 self._tasks.spawn(self._register_again())
@@ -136,7 +137,8 @@ class Roles:
             try:
                 await self._membership.unlist()
             except ControlUnavailableError as exc:
-                _log.warning("cannot leave discovery: %s", exc)
+                _log.warning("cannot leave discovery, trying again: %s", exc)
+                self._tasks.spawn(self._unlist_again())
             await self._finish()
 
     async def publish(self) -> None:
@@ -199,6 +201,13 @@ class Roles:
             await none_left(self._decode.num_serving, lends_until_s - time.monotonic())
         self._decode.handoffs.lends_prefixes = False
         await self._decode.drain()
+
+    async def _unlist_again(self) -> None:
+        """Until then frontends send requests that are refused."""
+        while True:
+            await asyncio.sleep(RETRY_INTERVAL_S)
+            with suppress(ControlUnavailableError):
+                return await self._membership.unlist()
 
     async def _register_again(self) -> None:
         """After a failed change of role: retry until it succeeds or the role changes again."""

@@ -8,11 +8,20 @@ import msgspec
 import pytest
 from tests.frontend.doubles import FakeWorker, Script
 
+from kvrelay.control.base import Keys
+from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.activity import Activity, Spent
 from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, Histogram, quantile_s
 from kvrelay.frontend.cluster.figures import COARSE_S, HISTORY_S, MINUTE_S, NUM_COARSE, Figures
-from kvrelay.frontend.cluster.frontends import FiguresReply, FiguresRequest, KnownFrontend
+from kvrelay.frontend.cluster.frontends import (
+    FiguresReply,
+    FiguresRequest,
+    Frontends,
+    KnownFrontend,
+    figures_of,
+    planners_question,
+)
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.seconds import Second, added_up, total_of
 from kvrelay.frontend.cluster.snapshot import history, hour_rows
@@ -153,6 +162,22 @@ def test_what_frontends_know_of_workers_is_not_added_up() -> None:
     assert (whole.cpu_s, whole.rss_bytes) == (0.75, 16)
     shown = history([ten, eleven], 9)
     assert (shown.places["remote"], shown.handoff_ms, shown.handoff_queue_ms) == ([3, 3], [250.0, 250.0], [None, None])
+
+
+async def test_a_planner_gets_the_last_minute_whatever_its_own_clock_says() -> None:
+    """Its machine's may be hours ahead or behind; here seconds are counted in 1970."""
+    plane, keys = MemoryBroker().plane(), Keys("default")
+    figures = Figures(FrontendMetrics(), list)
+    for second in range(100, 300):
+        figures.take(second)
+    async with Frontends(plane, keys, "f", figures, now_unix_s=lambda: 300.5).serving():
+        reply = figures_of(await plane.events.request(keys.frontend_figures("f"), planners_question(60), 10.0))
+        assert reply is not None
+        assert [row.unix_s for row in reply.rows] == list(range(241, 300))
+        reply = figures_of(await plane.events.request(keys.frontend_figures("f"), planners_question(), 10.0))
+        assert reply is not None
+        assert reply.rows == ()
+    await plane.close()
 
 
 def test_what_another_frontend_says_replaces_what_it_said_of_the_same_seconds() -> None:

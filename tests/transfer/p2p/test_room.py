@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +33,28 @@ def test_the_buffer_is_used_first_and_what_does_not_fit_spills() -> None:
     assert int(first.tensor.sum()) == 2 * B
     room.release(first)
     assert room.reserve(B).is_spilled is False  # type: ignore[union-attr]
+    room.check_integrity()
+
+
+def test_a_device_without_memory_leaves_its_messages_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it has some again; nothing is reserved of a buffer that is not there."""
+    is_full = True
+
+    def empty(num_bytes: int, device: str, *, is_host: bool) -> torch.Tensor:
+        if is_full and not is_host:
+            raise RuntimeError("CUDA out of memory")
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr("kvrelay.transfer.p2p.room.empty_bytes", empty)
+    room = Room(4 * B, 2 * B)
+    first, second = room.reserve(2 * B), room.reserve(2 * B)
+    room.check_integrity()
+    assert first is not None
+    assert (first.is_spilled, second) == (True, None)
+    is_full = False
+    third = room.reserve(2 * B)
+    assert third is not None
+    assert not third.is_spilled
     room.check_integrity()
 
 

@@ -52,13 +52,16 @@ class LeaseValue(msgspec.Struct):
 
     ttl_s: LeaseTime
     holder: str = ""
+    first_seq: int = 0
+    """Of its first keepalive, which is stored before it."""
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
-    """A lease was granted; ``ttl_s`` None: it has ended."""
+    """A lease was granted; ``ttl_s`` None: it has ended. ``seq``: of its first keepalive."""
 
     lease_id: str
     ttl_s: float | None
+    seq: int = 0
 
 
 class KeepaliveRecord(msgspec.Struct, frozen=True):
@@ -133,7 +136,8 @@ class Bucket:
         """Grant a new lease. Its first keepalive precedes its key, so that every reader of the key can tell the lease's
         age. Returns the keepalive's sequence number."""
         seq = await self.refresh_lease(lease_id, 0)
-        await self._publish(self._leases + lease_id, msgspec.json.encode(value), {})
+        granted = msgspec.structs.replace(value, first_seq=seq)
+        await self._publish(self._leases + lease_id, msgspec.json.encode(granted), {})
         return seq
 
     async def refresh_lease(self, lease_id: str, expected_seq: int) -> int:
@@ -230,7 +234,7 @@ class Bucket:
         except UNREADABLE as exc:
             _log.warning("lease %s in bucket %s is malformed: %s", lease_id, self.name, exc)
             return None
-        return LeaseRecord(lease_id, value.ttl_s)
+        return LeaseRecord(lease_id, value.ttl_s, value.first_seq)
 
     def parse_keepalive(self, message: NatsMessage, seq: int, stored_s: float) -> KeepaliveRecord:
         lease_id = message.subject.removeprefix(self._keepalives)

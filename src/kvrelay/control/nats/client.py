@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 PING_TIMEOUT_S = 2.5
+PERMISSIONS_ERROR = "permissions violation"
+"""In an error after which the connection stands."""
 
 
 class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not typed
@@ -90,7 +92,7 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
 
 
 class NatsClient(Client):  # type: ignore[misc]
-    """The library's client, with four faults fixed."""
+    """The library's client, with six faults fixed."""
 
     _transport: Any
 
@@ -102,6 +104,25 @@ class NatsClient(Client):  # type: ignore[misc]
             needs_tls=self.options.get("tls") is not None, silence_s=self.options["ping_interval"]
         )
         await super()._connect_to_server(server)
+
+    async def _process_connect_init(self) -> None:
+        """Anything that goes wrong with a login, e.g. a credentials file that is being written, fails this attempt; the
+        library ends its attempts after an error that it does not expect."""
+        try:
+            await super()._process_connect_init()
+        except (OSError, nats_errors.Error):
+            raise
+        except Exception as exc:
+            raise nats_errors.Error(f"nats: the login failed: {exc!r}") from exc
+
+    async def _process_err(self, err_msg: str) -> None:
+        """After an error that ends the connection, e.g. an expired login, connect anew; the library would never."""
+        if PERMISSIONS_ERROR in err_msg.lower():
+            await super()._process_err(err_msg)
+            return
+        error = nats_errors.Error("nats: " + err_msg.strip("'"))
+        await self._error_cb(error)
+        await self._process_op_err(error)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         """Send a ping after everything that is pending. The library's own ping overtakes pending data, so the answer to

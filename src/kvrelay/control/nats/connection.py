@@ -84,7 +84,7 @@ class NatsConnection:
         self._on_reconnected: list[Callable[[], None]] = []
         self._is_closing = False
         self.denied: set[str] = set()
-        """Subjects on which the server refused our messages, in lower case."""
+        """Subjects on which the server refused our last message, in lower case."""
         self._asking: dict[str, set[asyncio.Timeout]] = {}
         """Requests in flight, by subject: the server answers a refused request with an error of the connection."""
         self._last_error: Exception | None = None
@@ -150,7 +150,7 @@ class NatsConnection:
     async def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        self._check(data)
+        self._check(subject, data)
         with self._mapped(subject):
             await self.client.publish(subject, data, reply=reply, headers=dict(headers) if headers else None)
 
@@ -163,7 +163,7 @@ class NatsConnection:
         headers: Mapping[str, str] | None = None,
     ) -> NatsMessage:
         """One reply. Raises NoRespondersError, RequestTimeoutError, ControlDeniedError, ControlUnavailableError."""
-        self._check(data)
+        self._check(subject, data)
         key = subject.lower()
         with self._mapped(subject):
             async with asyncio.timeout(None) as scope:
@@ -205,7 +205,7 @@ class NatsConnection:
             await self.client.flush(timeout_s)
 
     def is_denied(self, subject: str) -> bool:
-        """Whether the server has refused a message on ``subject`` from these credentials."""
+        """Whether the server has refused the last message on ``subject`` from these credentials."""
         return subject.lower() in self.denied
 
     def new_inbox(self) -> str:
@@ -221,8 +221,11 @@ class NatsConnection:
         self._is_closing = True
         await leave(self.client)
 
-    def _check(self, data: bytes) -> None:
+    def _check(self, subject: str, data: bytes) -> None:
+        """Before a message is sent: the server's permissions may have changed since the last one."""
         self.check_connected()
+        if self.denied:
+            self.denied.discard(subject.lower())
         if len(data) > self.max_payload_bytes:
             raise PayloadTooLargeError(
                 f"{len(data)} bytes are more than the control server accepts ({self.max_payload_bytes})"

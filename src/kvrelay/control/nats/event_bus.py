@@ -54,9 +54,7 @@ class NatsEventBus:
         async def receive(message: NatsMessage) -> None:
             handler(message.subject, message.data)
 
-        subscription = await self._connection.subscribe(subject, receive)
-        await self._connection.flush()
-        return NatsEventSubscription(self._connection, subscription, TaskSet())
+        return await self._subscribe(subject, receive, TaskSet())
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
         try:
@@ -79,18 +77,28 @@ class NatsEventBus:
                 return
             tasks.spawn(self._answer(message, handler))
 
-        subscription = await self._connection.subscribe(subject, receive, queue="service")
-        await self._connection.flush()
-        return NatsEventSubscription(self._connection, subscription, tasks)
+        return await self._subscribe(subject, receive, tasks, queue="service")
+
+    async def _subscribe(
+        self, subject: str, receive: Callable[[NatsMessage], Awaitable[None]], tasks: TaskSet, queue: str = ""
+    ) -> NatsEventSubscription:
+        """The server knows of it. If that is not certain in time, there is none: the caller may try again."""
+        subscription = NatsEventSubscription(
+            self._connection, await self._connection.subscribe(subject, receive, queue=queue), tasks
+        )
+        try:
+            await self._connection.flush()
+        except BaseException:
+            await subscription.unsubscribe()
+            raise
+        return subscription
 
     async def _answer(self, message: NatsMessage, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
         try:
             try:
-                data = await handler(message.data)
-            except KvrelayError as exc:
+                await self._connection.publish(message.reply, await handler(message.data))
+            except KvrelayError as exc:  # also of an answer that is too large
                 error = " ".join(str(exc).split())
                 await self._connection.publish(message.reply, b"", headers={ERROR_HEADER: error})
-                return
-            await self._connection.publish(message.reply, data)
         except ControlUnavailableError as exc:
             _log.debug("sending an answer on %s failed: %s", message.subject, exc)

@@ -25,7 +25,8 @@ class NatsLease(HeldLease):
         super().__init__(ttl_s)
         self._bucket = bucket
         self._is_watched = is_watched
-        self._is_suspect = False
+        self._num_wakes = self._num_answered = 0
+        """Doubts whether the lease is there, and those that the server has dispelled: another may come meanwhile."""
         self._holder = holder
         self._seq = 0
         self.num_keepalives = 0
@@ -44,7 +45,7 @@ class NatsLease(HeldLease):
         self._keep_alive(self._refresh_or_register)
 
     def wake(self) -> None:
-        self._is_suspect = True
+        self._num_wakes += 1
         super().wake()
 
     async def put(self, key: str, value: bytes) -> None:
@@ -89,10 +90,11 @@ class NatsLease(HeldLease):
 
     async def _refresh(self) -> bool:
         """Send a keepalive. False if the lease was ended or the server has lost it."""
-        if self._is_suspect or not self._is_watched():
+        num_wakes = self._num_wakes
+        if num_wakes > self._num_answered or not self._is_watched():
             if not await self._bucket.has_lease(self.lease_id):
                 return False
-            self._is_suspect = False
+            self._num_answered = num_wakes
         try:
             await self._send_keepalive(self.lease_id)
             return True
@@ -111,11 +113,11 @@ class NatsLease(HeldLease):
         return True
 
     async def _grant(self) -> None:
-        lease_id = uuid4().hex[:16]
+        lease_id, num_wakes = uuid4().hex[:16], self._num_wakes
         sent_s = time.monotonic()
         self._seq = await self._bucket.grant_lease(lease_id, LeaseValue(self.ttl_s, self._holder))
         self.num_keepalives = 1
-        self._is_suspect = False
+        self._num_answered = num_wakes
         self._confirmed(sent_s)
         self.lease_id = lease_id
 

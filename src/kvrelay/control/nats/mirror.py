@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
 from kvrelay.control.base import WatchEvent
-from kvrelay.control.lease_table import KvEntry, LeaseState, LeaseTable
+from kvrelay.control.lease_table import HEARD_SHARE, KvEntry, LeaseState, LeaseTable
 from kvrelay.control.nats.bucket import Bucket, EntryRecord, LeaseRecord
 from kvrelay.control.nats.connection import ControlDeniedError, NatsConnection, NatsMessage, NatsSubscription, ask_again
 from kvrelay.control.nats.jetstream import ConsumerInfo, Delivery, JetStream, WrongSequenceError, parse_ack_subject
@@ -42,8 +42,6 @@ HEARTBEAT_S = 13.0
 MAX_SILENCE_S = 20.0
 """Heartbeats only prove that the server still has the consumer, and each wakes up a process. One may be as late as the
 connection outlives a silent server."""
-TAKEOVER_SHARE = 0.5
-"""Share of its time to live that a lease has left after a change of keeper. Keepalives come more often."""
 RETRY_S = 0.25
 SETTLE_S = 0.05
 POSTPONE_S = 0.05
@@ -172,6 +170,7 @@ class Mirror:
 
     async def _follow(self) -> None:
         """List, then follow until there is a gap."""
+        self.election.may_keep = True  # the server's permissions may have changed
         await self._bucket.ensure()
         self._inbox = asyncio.Queue()
 
@@ -295,7 +294,7 @@ class Mirror:
                 await self._close_keepalives()
         elif self.keepalives is None:
             _log.info("the lease keeper is gone; taking over")
-            self.table.trust_all(TAKEOVER_SHARE)
+            self.table.trust_all()
             self.keepalives = await self._open(self._bucket.keepalive_stream, self._bucket.consume_keepalives)
 
     def _apply(self, feed: Feed, message: NatsMessage) -> bool:
@@ -326,8 +325,8 @@ class Mirror:
                 events = self.table.end(lease_id)
                 self._on_lease_ended(lease_id)
                 return events
-            case LeaseRecord(lease_id, float() as ttl_s):
-                return self.table.refresh(lease_id, ttl_s, 0)
+            case LeaseRecord(lease_id, float() as ttl_s, seq):
+                return self.table.refresh(lease_id, ttl_s, seq)
         return []
 
     def _keepalive(self, feed: Feed, message: NatsMessage, delivery: Delivery) -> list[WatchEvent]:
@@ -342,7 +341,7 @@ class Mirror:
         elif self._is_listing:
             age_s = self._clock.now() + feed.server_offset_s - keepalive.stored_s
         elif delivery.consumer_seq <= feed.num_pending:
-            age_s = state.ttl_s * (1.0 - TAKEOVER_SHARE)  # stored before we took over
+            age_s = state.ttl_s * (1.0 - HEARD_SHARE)  # stored before we took over
         return self.table.refresh(keepalive.lease_id, state.ttl_s, keepalive.seq, age_s)
 
     # -- the dead -----------------------------------------------------------------------------------------------------

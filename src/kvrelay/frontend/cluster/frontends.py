@@ -46,11 +46,12 @@ GONE_AFTER_S = 30.0
 
 class FiguresRequest(msgspec.Struct, frozen=True):
     """Answer with the rows after second ``since`` and the coarse ones from second ``hour_from`` on; ``with_loads`` also
-    with what each worker has told last."""
+    with what each worker has told last. ``last_s``: also the rows of so many seconds, by the answering clock."""
 
     since: int
     hour_from: int = FAR_FUTURE_S
     with_loads: bool = False
+    last_s: int = 0
 
 
 class FiguresReply(msgspec.Struct, frozen=True):
@@ -75,9 +76,9 @@ _request_decoder = msgspec.msgpack.Decoder(FiguresRequest)
 _reply_decoder = msgspec.msgpack.Decoder(FiguresReply)
 
 
-def planners_question(since: int = FAR_FUTURE_S) -> bytes:
-    """What a planner asks a frontend: the counts, the rows after second ``since``, and the workers' loads."""
-    return msgspec.msgpack.encode(FiguresRequest(since, with_loads=True))
+def planners_question(last_s: int = 0) -> bytes:
+    """What a planner asks a frontend: the counts, the rows of the last ``last_s`` seconds, and the workers' loads."""
+    return msgspec.msgpack.encode(FiguresRequest(FAR_FUTURE_S, with_loads=True, last_s=last_s))
 
 
 def figures_of(reply: bytes) -> FiguresReply | None:
@@ -218,7 +219,7 @@ class Frontends(msgspec.Struct, eq=False):
         return FiguresReply(
             self.frontend_id,
             figures.metrics.num_in_flight_of(),
-            figures.since(request.since),
+            figures.since(min(request.since, int(self._now_unix_s()) - request.last_s)),
             socket.gethostname(),
             os.getpid(),
             __version__,

@@ -68,7 +68,7 @@ class _Lane:
                 if error is None:
                     # What follows moves while this one is copied.
                     self._begin_some(may_block=False)
-                    task.finish()
+                    error = self._attempt(task.finish)
                 task.ended(error)
                 del task
         self._pair.lane_ended()
@@ -103,8 +103,8 @@ class _Lane:
         """The error, after which the pair is closed. The exception dies here, and with it its hold on buffers."""
         try:
             call()
-        except TransferError as exc:
-            error = exc.message
+        except Exception as exc:  # noqa: BLE001 - a device may be out of memory: every task ends, whatever happens
+            error = exc.message if isinstance(exc, TransferError) else f"the communicator failed: {exc!r}"
         else:
             return None
         self._pair.fail(error)

@@ -14,6 +14,7 @@ served.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -25,6 +26,8 @@ from kvrelay.transfer.p2p.buddy import BuddyAllocator
 from kvrelay.transfer.p2p.pool_view import empty_bytes
 
 MIN_BLOCK_BYTES = 4096
+
+_log = logging.getLogger(__name__)
 
 
 class Reservation(msgspec.Struct, eq=False):
@@ -44,14 +47,24 @@ class _Memory:
         self._device = device
         self._is_spilled = is_spilled
         self._tensor: Any = None
+        self._is_missing = False
 
     def reserve(self, num_bytes: int) -> Reservation | None:
+        if self._tensor is None and num_bytes <= self.buddy.largest_block_bytes:
+            try:
+                self._tensor = empty_bytes(self.buddy.capacity_bytes, self._device, is_host=self._is_spilled)
+            except RuntimeError as exc:  # torch's, of a device that is out of memory
+                self._log_once(exc)
+                return None
         offset = self.buddy.allocate(num_bytes)
         if offset is None:
             return None
-        if self._tensor is None:
-            self._tensor = empty_bytes(self.buddy.capacity_bytes, self._device, is_host=self._is_spilled)
         return Reservation(self._tensor[offset : offset + num_bytes], num_bytes, offset, self._is_spilled)
+
+    def _log_once(self, exc: RuntimeError) -> None:
+        if not self._is_missing:
+            _log.warning("no memory for messages on %s, trying again with each: %s", self._device, exc)
+        self._is_missing = True
 
 
 class Room:

@@ -79,6 +79,8 @@ class Membership:
         self._withdraw = withdraw
         self._entries: dict[str, bytes] = {}
         """The entries that should be in discovery."""
+        self._writing = asyncio.Lock()
+        """Held while an entry is written: one that is put back must not overtake a change."""
         self._disturbed = asyncio.Event()
         self.term = 0
         """Incremented when everything begun before is withdrawn: peers may then reuse blocks that they had granted
@@ -166,8 +168,9 @@ class Membership:
         """Leave the list of workers, to get no new work."""
         self._is_listed = False
         key = self._keys.worker(self._identity.worker_id)
-        self._entries.pop(key, None)
-        await self._discovery.delete(key)
+        async with self._writing:
+            self._entries.pop(key, None)
+            await self._discovery.delete(key)
 
     async def leave(self) -> None:
         """End the lease. Call it when no transfer of ours moves any more. If discovery is away, the lease expires."""
@@ -185,8 +188,9 @@ class Membership:
         await self._put(key, msgspec.json.encode(metadata))
 
     async def _put(self, key: str, value: bytes) -> None:
-        await self._discovery.put(key, value, self._lease)
-        self._entries[key] = value
+        async with self._writing:
+            await self._discovery.put(key, value, self._lease)
+            self._entries[key] = value
 
     # -- what others do to our entries ----------------------------------------------------------------------------
 
@@ -210,21 +214,25 @@ class Membership:
             self._disturbed.set()
 
     async def _restore(self) -> None:
-        for key, wanted in list(self._entries.items()):
+        for key in list(self._entries):
             try:
-                found = await self._discovery.get(key)
-                if found == wanted or self._entries.get(key) is not wanted or not self._is_alive:
-                    continue
-                _log.warning("discovery entry %s was changed or deleted by another process; restoring it", key)
-                if found is None and key.startswith(self._keys.kv_metadata):
-                    # To peers this looked like the end of our lease.
-                    self.term += 1
-                    self._term_raised.set()
-                elif self._entries.get(key) is wanted:
-                    await self._put(key, wanted)
+                async with self._writing:
+                    await self._restore_one(key)
             except (ControlUnavailableError, LeaseLostError) as exc:
                 _log.debug("cannot restore %s: %s", key, exc)
                 self._disturbed.set()
+
+    async def _restore_one(self, key: str) -> None:
+        found, wanted = await self._discovery.get(key), self._entries.get(key)
+        if wanted is None or found == wanted or not self._is_alive:
+            return
+        _log.warning("discovery entry %s was changed or deleted by another process; restoring it", key)
+        if found is None and key.startswith(self._keys.kv_metadata):
+            # To peers this looked like the end of our lease.
+            self.term += 1
+            self._term_raised.set()
+        else:
+            await self._discovery.put(key, wanted, self._lease)
 
     @property
     def _is_alive(self) -> bool:
