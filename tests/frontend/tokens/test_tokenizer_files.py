@@ -67,6 +67,14 @@ def test_an_optional_file_that_is_there_and_is_none_is_refused(model_dir: Path, 
     assert caught.value.message == f"{path / name} is no file, or a link to one that is gone: restore it, or remove it"
 
 
+def test_an_id_that_no_vocabulary_has_takes_no_memory(model_dir: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    vocab = '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'
+    (path / "tokenizer.json").write_text(vocab)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged: it has a token with the id 4,000,000,000"):
+        load_tokenizer(path)
+
+
 def test_an_empty_template_is_none(model_dir: Path, tmp_path: Path) -> None:
     """A file whose writing has failed: each chat would have the same empty prompt."""
     path = Path(shutil.copytree(model_dir, tmp_path / "model"))

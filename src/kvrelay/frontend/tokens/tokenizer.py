@@ -45,6 +45,8 @@ NO_DEFAULTS = DefaultSampling()
 PIECE_CHARS = 2**15
 """Characters that are tokenized in one call, which takes about 10 ms."""
 MAX_BATCH = 256
+MAX_VOCAB_SIZE = 2**22
+"""Above every real one. All ids up to the largest take memory."""
 MAX_CHARS_PER_TOKEN = 1024
 """For tokenizers without a known better bound."""
 
@@ -67,6 +69,8 @@ class Tokenizer:
         self._special = frozenset(number for number, token in added.items() if token.special)
         vocab = rust.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise CheckpointError(f"tokenizer.json is damaged: it has a token with the id {self.vocab_size - 1:,}")
         spell = _spelling(rust)
         self._byte_level = spell is _byte_level_piece
         self._pieces = None if spell is None else _pieces(vocab, self.markers, self.vocab_size, spell, rust)
