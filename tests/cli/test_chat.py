@@ -63,7 +63,8 @@ def said(*pieces: str) -> tuple[int, list[str]]:
 
 
 def run(script: Script, lines: str, *arguments: str) -> Result:
-    return CliRunner().invoke(chat, ["--url", script.url, *arguments], input=lines, catch_exceptions=False)
+    given = ["--url", script.url, *arguments]
+    return CliRunner().invoke(chat, given, input=lines, catch_exceptions=False, standalone_mode=False)
 
 
 def test_the_conversation_so_far_goes_with_every_question(script: Script) -> None:
@@ -91,6 +92,7 @@ def test_a_refused_question_is_not_part_of_the_conversation(script: Script) -> N
     script.answers = [said("one"), (400, [refusal]), said("two")]
     result = run(script, "a\nb\nc\n")
     assert "answers 400: too long" in result.stderr
+    assert result.return_value == 2  # piped lines: a script must see it
     assert [message["content"] for message in script.asked[2]["messages"]] == ["a", "one", "c"]
 
 
@@ -117,6 +119,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(script: Script, monkeyp
     [
         ((200, ['data: {"choices": [{"delta": {"content": "x"}}]}']), "ended the answer early"),
         ((200, ['data: {"error": {"message": "the worker is gone"}}']), "the worker is gone"),
+        ((200, ["x" * 2**21]), "a line has no end"),
+        ((200, ["data: " + "[" * 100_000]), "does not answer as OpenAI's API does: RecursionError"),
         ((200, ["data: <html>"]), "does not answer as OpenAI's API does"),
         ((200, ['data: {"answer": "x"}']), "does not answer as OpenAI's API does: KeyError"),
         ((200, ['data: {"error": "no"}']), "does not answer as OpenAI's API does"),

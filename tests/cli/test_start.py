@@ -45,10 +45,11 @@ def test_what_is_closed_of_the_standard_streams_is_open_and_inherited(closed: st
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "[Errno 28] No space left on device"),
         (OSError(errno.EACCES, os.strerror(errno.EACCES), "/var/x"), "[Errno 13] Permission denied: '/var/x'"),
         (TimeoutError(), "TimeoutError"),
+        (MemoryError(), "there is not enough memory for this: ask for less, or give the process more"),
     ],
 )
 def test_an_error_of_the_operating_system_is_one_line(
-    error: OSError, line: str, capsys: pytest.CaptureFixture[str]
+    error: Exception, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever a command writes: a disk may be full at any place."""
 
@@ -57,6 +58,14 @@ def test_an_error_of_the_operating_system_is_one_line(
 
     assert run([], click.Command("failing", callback=fail)) == 1
     assert capsys.readouterr().err == f"kvrelay: {line}\n"
+
+
+def test_an_error_of_a_server_does_not_speak_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise OSError("HTTP/9 \x1b]0;evil\x07\n\u202e")
+
+    assert run([], click.Command("failing", callback=fail)) == 1
+    assert capsys.readouterr().err == "kvrelay: HTTP/9 \\x1b]0;evil\\x07 \\u202e\n"
 
 
 def test_text_that_the_terminal_cannot_show_is_escaped() -> None:

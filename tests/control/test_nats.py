@@ -761,6 +761,22 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+def test_two_servers_do_not_share_their_data(tmp_path: Path) -> None:
+    """Each would overwrite what the other one has stored. The lock is the server's: it ends with it."""
+    first, second = NatsServerProcess(tmp_path), NatsServerProcess(tmp_path)
+    first.start()
+    try:
+        with pytest.raises(ConfigError, match=f"another NATS server has its data in {tmp_path}: end it"):
+            second.start()
+        first.kill()
+        second.start()
+        with pytest.raises(ConfigError, match="another NATS server"):
+            first.start()
+    finally:
+        first.stop()
+        second.stop()
+
+
 def test_each_failure_to_start_a_server_has_its_own_error(tmp_path: Path) -> None:
     process = NatsServerProcess(tmp_path / "one")
     process.start()

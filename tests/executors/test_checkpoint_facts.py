@@ -144,3 +144,13 @@ def test_sizes_that_are_none_are_refused(tmp_path: Path, change: dict[str, objec
         checkpoint_facts(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": None}))
     assert checkpoint_facts(tmp_path).max_model_len == 8192
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda file: file.symlink_to("gone"), lambda file: file.symlink_to(file)])
+def test_ends_that_cannot_be_read_are_no_missing_ends(tmp_path: Path, make: Any) -> None:
+    write(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.unlink()
+    make(file)
+    with pytest.raises(CheckpointError, match=f"{file} is no file, or a link to one that is gone"):
+        checkpoint_facts(tmp_path)

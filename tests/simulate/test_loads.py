@@ -270,6 +270,7 @@ NAMES = ("prompt_tokens", "answer_tokens")
         ("agent", "is none of"),
         ("poisson:rat=2", "did you mean rate"),
         ("poisson:rate=x", "must be a number"),
+        ("poisson:rate=1,rate=2", "rate stands twice; give it once"),
         ("poisson:rate=0", "rate must be above 0"),
         ("poisson:num=1.5", "num must be a whole number"),
         ("poisson:rate=nan", "rate must be above 0"),

@@ -289,3 +289,13 @@ def test_steps_of_several_tokens_are_simulated_one_by_one_in_their_time() -> Non
     beside = [times(work, 0.0) for work in (StepWork(100, 0, 1, 10), *[StepWork(0, 0, 1, 10)] * 3)]
     assert beside == pytest.approx([0.0125, 0.0025, 0.0025, 0.0025])
     assert times(StepWork(100, 0, 0, 0), 0.0) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("num_blocks", [10**11, 10**26])
+def test_more_blocks_than_memory_are_refused_in_one_line(num_blocks: int) -> None:
+    with pytest.raises(ConfigError, match=r"num_blocks: a simulated KV pool.s bookkeeping of .* was asked for"):
+        simulate(
+            ClusterSpec(both=1, engine=EngineConfig(num_blocks=num_blocks)),
+            [Arrival(time_s=0.0, prompt_tokens=8, answer_tokens=1)],
+            Costs(),
+        )

@@ -191,6 +191,11 @@ def test_a_file_that_is_no_recording_is_refused_in_one_line(tmp_path: Path, cont
     assert "\n" not in caught.value.message
 
 
+def test_a_device_without_an_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="recording /dev/zero is empty"):
+        verify(Path("/dev/zero"))
+
+
 def test_a_file_that_cannot_be_written_ends_the_start_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--record-steps .*: No such file or directory"):
         recorded(tmp_path / "missing" / "steps.jsonl")

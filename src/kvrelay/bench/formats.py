@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,8 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import InvalidInputError
 
 _T = TypeVar("_T")
+
+MAX_LINE_BYTES = 2**26
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 
@@ -191,7 +194,8 @@ def _read_sharegpt(path: Path) -> Iterator[list[ChatTurn]]:
     if not first_line(path).startswith(b"["):
         return (item.turns() for item in json_lines(path, _ShareItem))
     try:
-        return (item.turns() for item in msgspec.json.decode(path.read_bytes(), type=list[_ShareItem]))
+        with opened(path) as lines:
+            return (item.turns() for item in msgspec.json.decode(b"".join(lines), type=list[_ShareItem]))
     except UNREADABLE as exc:
         raise InvalidInputError(f"{path}: not a ShareGPT file: {exc}") from exc
 
@@ -269,7 +273,8 @@ def not_empty(path: Path, records: Iterator[_T]) -> Iterator[_T]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Iterator[bytes]]:
-    """The lines, without the mark (BOM) that spreadsheets write before the first one. Raises InvalidInputError."""
+    """The lines, without the mark (BOM) that spreadsheets write before the first one. A line above MAX_LINE_BYTES comes
+    in parts: a device may have no end of line. Raises InvalidInputError."""
     try:
         file = path.open("rb")
     except OSError as exc:
@@ -278,7 +283,7 @@ def opened(path: Path) -> Iterator[Iterator[bytes]]:
         if file.peek(2).startswith(b"\x1f\x8b"):
             raise InvalidInputError(f"{path} is compressed; unpack it first (gunzip)")
         file.read(3 if file.peek(3).startswith(b"\xef\xbb\xbf") else 0)
-        yield file
+        yield iter(partial(file.readline, MAX_LINE_BYTES), b"")
 
 
 def first_line(path: Path) -> bytes:

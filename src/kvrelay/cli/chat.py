@@ -20,6 +20,8 @@ from kvrelay.launch.frontend_calls import MAX_ERROR_CHARS, http_connection
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 TIMEOUT_S = 600.0
+MAX_BYTES = 2**20
+"""Of a line, and of what is no stream: another server may answer without an end."""
 
 
 class ChatServer(msgspec.Struct, frozen=True):
@@ -31,7 +33,7 @@ class ChatServer(msgspec.Struct, frozen=True):
     def model(self) -> str:
         """The first served model. Raises WorkerUnavailableError."""
         with self._ask("GET", "/models", None) as answer:
-            models = json.loads(answer.read()).get("data", [])
+            models = json.loads(answer.read(MAX_BYTES)).get("data", [])
             if not models:
                 raise WorkerUnavailableError(f"{self.url} serves no model")
             return str(models[0]["id"])
@@ -42,10 +44,12 @@ class ChatServer(msgspec.Struct, frozen=True):
         Raises InvalidInputError for a refused request, WorkerUnavailableError if the server or the stream fails.
         """
         with self._ask("POST", "/chat/completions", json.dumps({**body, "stream": True})) as answer:
-            for line in answer:
+            while line := answer.readline(MAX_BYTES):
                 data = line.removeprefix(b"data: ").strip()
                 if data == b"[DONE]":
                     return
+                if len(line) == MAX_BYTES:
+                    raise ValueError("a line has no end")
                 if not line.startswith(b"data: "):
                     continue
                 event = json.loads(data)
@@ -71,13 +75,13 @@ class ChatServer(msgspec.Struct, frozen=True):
                 raise WorkerUnavailableError(f"no server answers at {self.url}: {exc}") from exc
             if answer.status != 200:
                 raise InvalidInputError(
-                    f"{self.url} answers {answer.status}: {error_text(answer.read(), MAX_ERROR_CHARS)}"
+                    f"{self.url} answers {answer.status}: {error_text(answer.read(MAX_BYTES), MAX_ERROR_CHARS)}"
                 )
             try:
                 yield answer
             except (OSError, http.client.HTTPException) as exc:
                 raise WorkerUnavailableError(f"{self.url} ended the answer early: {exc!r}") from exc
-            except (ValueError, LookupError, TypeError, AttributeError) as exc:
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
                 raise WorkerUnavailableError(f"{self.url} does not answer as OpenAI's API does: {exc!r}") from exc
 
 
@@ -95,7 +99,7 @@ def chat(
     system_prompt: str | None,
     max_tokens: int,
     temperature: float | None,
-) -> None:
+) -> int:
     """Talk to MODEL: a checkpoint to serve for this chat with prefill and decode apart, or, with --url, the name of a
     served model. Piped lines are answered one by one.
 
@@ -108,15 +112,16 @@ def chat(
         options["model"] = model if url and model else server.model()
         if sys.stdin.isatty():
             click.echo(f"{options['model']}: {COMMANDS}")
-        _converse(server, options, [{"role": "system", "content": system_prompt}] if system_prompt else [])
+        return _converse(server, options, [{"role": "system", "content": system_prompt}] if system_prompt else [])
 
 
-def _converse(server: ChatServer, options: dict[str, Any], opening: list[dict[str, str]]) -> None:
-    messages = list(opening)
+def _converse(server: ChatServer, options: dict[str, Any], opening: list[dict[str, str]]) -> int:
+    """The exit code: of the last refusal, 0 without one."""
+    messages, code = list(opening), 0
     while (line := _read_line()) is not None:
         text = line.strip()
         if text == "/exit":
-            return
+            break
         if text == "/reset":
             messages = list(opening)
             continue
@@ -128,9 +133,11 @@ def _converse(server: ChatServer, options: dict[str, Any], opening: list[dict[st
         except InvalidInputError as exc:
             # Most likely the conversation has outgrown the model's context; the earlier messages still fit.
             click.echo(f"kvrelay: {exc.message}", err=True)
+            code = exc.exit_code
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": answer})
+    return code
 
 
 def _read_line() -> str | None:

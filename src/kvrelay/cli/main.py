@@ -178,6 +178,8 @@ def run(arguments: list[str], command: click.Command = cli, name: str = "kvrelay
         # A file, disk or socket is at fault, in a place that knows no better sentence than the operating system's.
         _log.debug("where it failed:", exc_info=exc)
         return _fail(str(exc) or type(exc).__name__, 1)
+    except MemoryError:
+        return _fail("there is not enough memory for this: ask for less, or give the process more", 1)
     except (click.Abort, KeyboardInterrupt):
         return 130
     return result if isinstance(result, int) else 0
@@ -193,5 +195,8 @@ def _hint(error: click.ClickException) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"kvrelay: {' '.join(message.split())}", file=sys.stderr)
+    text = " ".join(
+        message.split()
+    )  # and nothing that moves the cursor: a server's or a file's own words may stand in it
+    print(f"kvrelay: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text)}", file=sys.stderr)
     return code

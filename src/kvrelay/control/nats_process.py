@@ -6,6 +6,7 @@ This module owns the child process and its files (configuration, log, stream dat
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from typing import IO
 from urllib.parse import quote, urlsplit
 
 from kvrelay.control import nats_storage
@@ -32,6 +34,7 @@ READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.02
 LOG_NAME = "nats-server.log"
+LOCK_NAME = "nats-server.lock"
 STDERR_NAME = "nats-server.stderr"
 """Mistakes in the configuration and crashes of the server's runtime are told here, not in its log."""
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
@@ -98,12 +101,13 @@ class NatsServerProcess:
         directory = self._prepare_directory()
         if self._port:
             self._check_port_is_free()
-        self._forget_ports(directory)
-        command = [str(binary), "-c", str(self._write_config(directory)), "--ports_file_dir", str(directory)]
-        try:
-            self._process = _spawn(command, directory / STDERR_NAME)
-        except OSError as exc:
-            raise ConfigError(f"cannot run {binary}: {exc.strerror}") from exc
+        with _locked(directory) as lock:
+            self._forget_ports(directory)
+            command = [str(binary), "-c", str(self._write_config(directory)), "--ports_file_dir", str(directory)]
+            try:
+                self._process = _spawn(command, directory / STDERR_NAME, lock.fileno())
+            except OSError as exc:
+                raise ConfigError(f"cannot run {binary}: {exc.strerror}") from exc
         try:
             self._wait_until_ready(directory)
         except BaseException:
@@ -229,7 +233,23 @@ def find_binary() -> Path:
     return Path(found)
 
 
-def _spawn(command: list[str], stderr_path: Path) -> subprocess.Popen[bytes]:
+def _locked(directory: Path) -> IO[bytes]:
+    """A lock that the server inherits, and holds until it has ended, however that comes: two servers would damage each
+    other's data. Raises ConfigError."""
+    try:
+        lock = (directory / LOCK_NAME).open("wb")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        lock.close()
+        raise ConfigError(
+            f"another NATS server has its data in {directory}: end it, or give another directory"
+        ) from exc
+    except OSError as exc:
+        raise ConfigError(f"cannot use {directory} for NATS data: {exc.strerror}") from exc
+    return lock
+
+
+def _spawn(command: list[str], stderr_path: Path, lock: int) -> subprocess.Popen[bytes]:
     """Start ``command`` from a thread that lives as long as the command does.
 
     The kernel ends the child when the *thread* that forked it ends, and our caller may run on a thread of a pool.
@@ -239,7 +259,7 @@ def _spawn(command: list[str], stderr_path: Path) -> subprocess.Popen[bytes]:
     def run() -> None:
         try:
             with stderr_path.open("wb") as stderr:
-                process = start_child_process(command, stdout=subprocess.DEVNULL, stderr=stderr)
+                process = start_child_process(command, stdout=subprocess.DEVNULL, stderr=stderr, pass_fds=(lock,))
         except OSError as exc:
             outcome.set_exception(exc)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,7 +72,7 @@ def end_token_ids(model_path: Path, config: JsonObject, vocab_size: int, *, warn
     """
     generation = model_path / "generation_config.json"
     sources = {
-        generation.name: _listed(generation, _optional(generation)),
+        generation.name: _listed(generation, optional_json_object(generation)),
         "config.json": _listed(model_path / "config.json", config),
         "tokenizer.json": list(_tokenizers_end(model_path)),
     }
@@ -95,6 +96,19 @@ def read_json_object(file: Path) -> JsonObject:
     return content
 
 
+def optional_json_object(file: Path) -> JsonObject:
+    """Empty without such a file. Raises CheckpointError."""
+    return read_json_object(file) if is_there(file) else {}
+
+
+def is_there(file: Path) -> bool:
+    """Whether the checkpoint has this file. Raises CheckpointError for what is there and is no file, such as a link to
+    a file that is gone: without the file, a model would answer otherwise."""
+    if not file.is_file() and os.path.lexists(file):
+        raise CheckpointError(f"{file} is no file, or a link to one that is gone: restore it, or remove it")
+    return file.is_file()
+
+
 def _listed(file: Path, raw: JsonObject) -> list[int]:
     value = raw.get("eos_token_id")
     tokens: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
@@ -110,7 +124,7 @@ def _tokenizers_end(model_path: Path) -> Iterator[int]:
     """
     try:
         config, special = (
-            _optional(model_path / name) for name in ("tokenizer_config.json", "special_tokens_map.json")
+            optional_json_object(model_path / name) for name in ("tokenizer_config.json", "special_tokens_map.json")
         )
         listed = config.get("added_tokens_decoder")
         first, second = (special, config) if listed is None else (config, special)
@@ -132,7 +146,3 @@ def _tokenizers_end(model_path: Path) -> Iterator[int]:
             yield from (int(token) for token, entry in listed.items() if entry["content"] == text)
     except (CheckpointError, OSError, ValueError, TypeError, KeyError, *UNREADABLE) as exc:
         _log.debug("no end token from the tokenizer of %s: %s", model_path, exc)
-
-
-def _optional(file: Path) -> JsonObject:
-    return read_json_object(file) if file.is_file() else {}

@@ -408,6 +408,8 @@ def _turns(message: InputMessage) -> Iterator[ChatMessage]:
     if isinstance(message.content, str):
         yield ChatMessage(_role(message), message.content)
         return
+    if not message.content and message.role == "user":
+        raise InvalidInputError("a message of role user has no content: give a text or blocks", param="messages")
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []

@@ -188,12 +188,15 @@ def parse_load(spec: str) -> tuple[str, dict[str, float]]:
     kind, _, rest = spec.partition(":")
     if kind not in _OPTIONS:
         raise InvalidInputError(f"--load {kind!r} is none of {', '.join(_OPTIONS)}", param="load")
-    options = dict(_OPTIONS[kind])
+    options, given = dict(_OPTIONS[kind]), set[str]()
     for part in rest.split(",") if rest else ():
         name, _, text = part.partition("=")
         if name not in options:
             hint = nearest(name, options) or ""
             raise InvalidInputError(f"--load {kind}: no option {name!r}; {hint} it has {', '.join(options)}")
+        if name in given:
+            raise InvalidInputError(f"--load {kind}: {name} stands twice; give it once", param="load")
+        given.add(name)
         try:
             value = float(text)
         except ValueError as exc:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvrelay.core.control_groups import require_memory
 from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.step_cost import MAX_COST_S, StepWork
@@ -87,6 +88,8 @@ class SimulatedExecutor:
 
     def __init__(self, spec: ClusterSpec, costs: Costs, clock: StepClock, step_time: StepTime) -> None:
         self.num_blocks = costs.num_blocks(spec.engine.block_size, spec.engine.num_blocks)
+        # Its blocks hold nothing, but each has two numbers in the pool's lists.
+        require_memory(self.num_blocks * 16, "num_blocks", "a simulated KV pool's bookkeeping")
         block_bytes = costs.token_bytes * spec.engine.block_size
         self.num_holding_blocks = num_holding_blocks(spec.kv_buffer_size, block_bytes, self.num_blocks)
         self.num_spill_blocks = 0

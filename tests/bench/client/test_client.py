@@ -232,6 +232,17 @@ def test_health_and_token_counts(scripted: Scripted) -> None:
         run_async(never())
 
 
+def test_an_answer_without_an_end_is_not_kept(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.bench.client.connection.MAX_BODY", 8)
+
+    async def ask(url: str) -> None:
+        async with ConnectionPool(parse_target(url)) as pool:
+            await first_model(pool)
+
+    with scripted() as server, pytest.raises(BenchError, match="the server's answer does not end"):
+        run_async(ask(server.url))
+
+
 def test_options_that_cannot_be_run() -> None:
     target = parse_target("http://127.0.0.1:9")
     with pytest.raises(InvalidInputError, match="has no end"):

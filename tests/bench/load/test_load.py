@@ -160,7 +160,8 @@ def test_mix() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "chat", "chat=64", "chat=64/1", "chat=64/1:closed=x", "chat=64/1:wrong=1", "a=1/1:rate=0", "a=1/1:closed=0",
-     "a=1/1:closed=1,a=1/1:closed=1", "1a=1/1:closed=1", "a=0/1:closed=1"],
+     "a=1/1:closed=1,a=1/1:closed=1", "1a=1/1:closed=1", "a=0/1:closed=1",
+     "a=1/1:rate=1:rate=2", "a=1/1:closed=1:max=2", "a=1/1:closed=1:groups=2:groups=3"],
 )  # fmt: skip
 def test_wrong_mixes(text: str) -> None:
     with pytest.raises(InvalidInputError):
@@ -172,6 +173,8 @@ def test_file_data_sets(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "what is it"}, {"from": "gpt", "value": "a" * 40}]
     share.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[1:]}]))
     (request,) = build_class(ClassSpec(dataset=Dataset(DatasetKind.SHAREGPT, share)), 0).requests
+    share.write_bytes(b"\xef\xbb\xbf" + share.read_bytes())  # as Windows writes it
+    assert list(build_class(ClassSpec(dataset=Dataset(DatasetKind.SHAREGPT, share)), 0).requests) == [request]
     assert (request.prompt, request.prompt_len, request.output_len) == ("what is it", 3, 10)
     lines = tmp_path / "r.jsonl"
     lines.write_text(

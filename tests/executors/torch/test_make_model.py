@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,6 +149,18 @@ def test_bad_arguments_are_refused_before_anything_is_written(
         make_model(tmp_path / "new", **({"arch": "llama", "size": "tiny"} | arguments))  # type: ignore[arg-type]
     assert caught.value.param == param
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("most", [10_000, 200_000])
+def test_a_full_disk_is_one_line(tmp_path: Path, most: int) -> None:
+    """While the tokenizer is written, and the weights."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            make_model(tmp_path / "model", "llama", "tiny")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_bad_directories_are_refused(tmp_path: Path) -> None:

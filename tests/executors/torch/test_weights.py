@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,41 @@ def test_missing_files_and_bad_index(model: Path, build: Any) -> None:
     fails(model, build, r"no shard shard\.safetensors")
     index.write_text(json.dumps({"weight_map": {"a": "../moved"}}))
     fails(model, build, "outside the checkpoint")
+
+
+def test_a_tensor_in_two_shards(model: Path, build: Any) -> None:
+    """The index names one of them, and what is read would be chance."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    save_file(tensors, model / "a.safetensors")
+    save_file({"model.norm.weight": torch.zeros(256)}, model / "b.safetensors")
+    names = dict.fromkeys(tensors, "a.safetensors") | {"model.norm.weight": "b.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    fails(model, build, r"b\.safetensors has a tensor model\.norm\.weight that another shard has, too: download anew")
+
+
+def test_a_context_of_millions_takes_the_memory_of_the_pools(model: Path, build: Any) -> None:
+    """16 million positions are 2 GiB of angles, and as many gigabytes of rows."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**20}))
+    tracemalloc.start()
+    try:
+        executor = build(model, max_model_len=0)
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert executor.max_model_len == 2**20
+    executor.warm_up()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 8, 64])
+def test_a_small_pool_is_warmed_up_too(model: Path, build: Any, num_blocks: int) -> None:
+    build(model, num_blocks=num_blocks, max_model_len=0, attention="torch").warm_up()
+
+
+def test_a_context_without_room_for_an_answer(model: Path, build: Any) -> None:
+    with pytest.raises(ConfigError, match="max_model_len must be at least 2"):
+        build(model, max_model_len=1)
 
 
 def test_fingerprint(model: Path, checkpoint_of: Callable[[str], Path]) -> None:

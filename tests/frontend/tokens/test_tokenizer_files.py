@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.data.tokenizer_files import TOKENIZER_FILES
 from kvrelay.errors import CheckpointError
 from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
@@ -48,6 +49,37 @@ def test_a_broken_file_is_named_in_the_error(model_dir: Path, tmp_path: Path, na
     with pytest.raises(CheckpointError) as caught:
         load_tokenizer(path)
     assert str(path / name) in caught.value.message
+
+
+OPTIONAL = [name for name in TOKENIZER_FILES if name != "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_an_optional_file_that_is_there_and_is_none_is_refused(model_dir: Path, tmp_path: Path, name: str) -> None:
+    """A link into a cache whose file is gone: without it the model would have another template, other ends."""
+    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(path)
+    assert caught.value.message == f"{path / name} is no file, or a link to one that is gone: restore it, or remove it"
+
+
+def test_an_id_that_no_vocabulary_has_takes_no_memory(model_dir: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    vocab = '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'
+    (path / "tokenizer.json").write_text(vocab)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged: it has a token with the id 4,000,000,000"):
+        load_tokenizer(path)
+
+
+def test_an_empty_template_is_none(model_dir: Path, tmp_path: Path) -> None:
+    """A file whose writing has failed: each chat would have the same empty prompt."""
+    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    (path / "chat_template.jinja").write_text("\n")
+    assert load_tokenizer(path).chat_template is None
 
 
 @pytest.mark.parametrize(

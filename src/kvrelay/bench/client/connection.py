@@ -72,6 +72,7 @@ def parse_target(url: str, api_key: str | None = None, order: str | None = None)
 
 Sink = Callable[[int, bytes], None]
 MAX_ERROR_BODY = 64 * 1024
+MAX_BODY = 256 * 1024 * 1024
 _CLOSE_S = 2.0
 
 
@@ -127,6 +128,8 @@ class _AnswerParser:
     def on_body(self, body: bytes) -> None:
         if self._streaming and self._sink is not None:
             self._sink(self.now_ns, body)
+        elif self._sink is None and len(self._body) + len(body) > MAX_BODY:
+            raise BadResponseError("the server's answer does not end")
         elif len(self._body) < MAX_ERROR_BODY or self._sink is None:
             self._body += body
 

@@ -93,6 +93,9 @@ def _parse_class(text: str, base: Dataset) -> ClassSpec:
         output=parse_length(output, f"output length of {name}"),
     )
     spec = ClassSpec(name, dataset)
+    fields = [_OPTIONS.get(key, (key,))[0] for key in (option.partition("=")[0] for option in options)]
+    if len(set(fields)) < len(fields):
+        raise InvalidInputError(f"class {name} of the mix gives an option twice: {text!r}", param="mix")
     for option in options:
         spec = _with_option(spec, option)
     if spec.rate is None and spec.max_concurrency is None:

@@ -25,7 +25,7 @@ from kvrelay.executors.torch.attention.base import Attention, AttentionSpec
 from kvrelay.executors.torch.config import ModelConfig, ModelFacts, load_model_config
 from kvrelay.executors.torch.kernels.base import Kernels
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
-from kvrelay.executors.torch.model_runner import ModelRunner
+from kvrelay.executors.torch.model_runner import WARM_UP_TOKENS, ModelRunner
 from kvrelay.executors.torch.models.loading import LoadedModel, load_model
 from kvrelay.executors.torch.parallel.following import FollowingRunner
 from kvrelay.executors.torch.parallel.rank import ParallelRank
@@ -94,8 +94,10 @@ def build_model_runner(
         pool = KvPool(layout, num_blocks, device, dtype, memory, num_held, num_spilled)
     else:
         pool = shard.allocate(facts, layout, device, dtype)
-    attention = backend.attention(_attention_spec(config, rank, model, max_model_len, device), pool.tensor)
-    states = SlotStates(engine.max_num_seqs, max_model_len, engine.block_size)
+    # No sequence outgrows the pool; a context of millions of tokens would take minutes and gigabytes here.
+    num_positions = min(max_model_len, max(pool.num_blocks * engine.block_size, WARM_UP_TOKENS))
+    attention = backend.attention(_attention_spec(config, rank, model, num_positions, device), pool.tensor)
+    states = SlotStates(engine.max_num_seqs, num_positions, engine.block_size)
     compiler = GrammarCompiler(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     grammars = GrammarMasks(compiler, config.vocab_size)
     kind = ModelRunner if rank.samples else FollowingRunner
@@ -160,7 +162,7 @@ def _backend(name: str, dtype: torch.dtype, num_threads: int) -> _Backend:
 
 
 def _attention_spec(
-    config: ModelConfig, rank: ParallelRank, model: LoadedModel, max_model_len: int, device: torch.device
+    config: ModelConfig, rank: ParallelRank, model: LoadedModel, num_positions: int, device: torch.device
 ) -> AttentionSpec:
     heads, kv_heads = rank.share(config.num_heads), rank.kv_heads(config.num_kv_heads)
     return AttentionSpec(
@@ -168,7 +170,7 @@ def _attention_spec(
         num_kv_heads=kv_heads.stop - kv_heads.start,
         head_dim=config.head_dim,
         windows=tuple(config.windows[i] for i in rank.layers(config.num_layers)),
-        rope=torch.from_numpy(rope_table(config.rope, config.head_dim, max_model_len)).to(device),
+        rope=torch.from_numpy(rope_table(config.rope, config.head_dim, num_positions)).to(device),
         norm_eps=config.norm_eps,
         q_norms=model.q_norms,
         k_norms=model.k_norms,
@@ -203,4 +205,8 @@ def _dtype(requested: str, stored: str, device: torch.device) -> str:
 def _max_model_len(requested: int, limit: int) -> int:
     if requested > limit:
         raise ConfigError(f"max_model_len {requested} is beyond the checkpoint's {limit}", param="max_model_len")
+    if (requested or limit) < 2:
+        raise ConfigError(
+            "max_model_len must be at least 2: a token of the prompt, and one answered", param="max_model_len"
+        )
     return requested or limit

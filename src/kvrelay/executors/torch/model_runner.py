@@ -28,6 +28,8 @@ from kvrelay.executors.torch.sampling.sampler import Sampler
 from kvrelay.executors.torch.slots import SlotStates, StepBatch
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
+WARM_UP_TOKENS = 257
+"""The longest sequence of the first steps, and its answer."""
 
 
 class ModelRunner:
@@ -194,7 +196,7 @@ class ModelRunner:
             for num_tokens in dict.fromkeys((min(2, largest), min(128, largest))):
                 self._warm_up_step([0], num_tokens, 0)
             for num_seqs in dict.fromkeys((1, min(64, len(self._states.known)))):
-                self._warm_up_step(list(range(num_seqs)), 1, min(self.max_model_len - 2, 255))
+                self._warm_up_step(list(range(num_seqs)), 1, min(self.max_model_len, WARM_UP_TOKENS) - 2)
 
         if self._compiling is None:
             first_steps()

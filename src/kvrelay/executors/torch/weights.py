@@ -62,7 +62,8 @@ class Checkpoint:
             for file in self.files:
                 handle = self._stack.enter_context(_open(file))
                 for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                    self._handles[name] = handle
+                    if self._handles.setdefault(name, handle) is not handle:
+                        raise CheckpointError(f"{file} has a tensor {name} that another shard has, too: download anew")
         except BaseException:
             self._stack.close()
             raise

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import CheckpointError, InvalidInputError
+from kvrelay.executors.checkpoint_facts import is_there, optional_json_object
 from kvrelay.frontend.side_threads import Pieces, complete
 from kvrelay.frontend.tokens.chat_template import ChatTemplate
 from kvrelay.frontend.tokens.detokenizer import ByteLevelDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
@@ -44,6 +45,8 @@ NO_DEFAULTS = DefaultSampling()
 PIECE_CHARS = 2**15
 """Characters that are tokenized in one call, which takes about 10 ms."""
 MAX_BATCH = 256
+MAX_VOCAB_SIZE = 2**22
+"""Above every real one. All ids up to the largest take memory."""
 MAX_CHARS_PER_TOKEN = 1024
 """For tokenizers without a known better bound."""
 
@@ -66,6 +69,8 @@ class Tokenizer:
         self._special = frozenset(number for number, token in added.items() if token.special)
         vocab = rust.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise CheckpointError(f"tokenizer.json is damaged: it has a token with the id {self.vocab_size - 1:,}")
         spell = _spelling(rust)
         self._byte_level = spell is _byte_level_piece
         self._pieces = None if spell is None else _pieces(vocab, self.markers, self.vocab_size, spell, rust)
@@ -185,12 +190,12 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         raise
     except BaseException as exc:  # the binding raises bare Exception, and for a panic a BaseException of its own
         raise CheckpointError(f"cannot load {file}: {exc}") from exc
-    config = _read_json(model_path / "tokenizer_config.json")
+    config = dict(optional_json_object(model_path / "tokenizer_config.json"))
     if "added_tokens_decoder" not in config:
-        config |= _read_json(model_path / "special_tokens_map.json")
+        config |= optional_json_object(model_path / "special_tokens_map.json")
     special_tokens = _special_tokens(config)
     try:
-        _add_tokens(rust, config, special_tokens, _read_json(model_path / "added_tokens.json"))
+        _add_tokens(rust, config, special_tokens, optional_json_object(model_path / "added_tokens.json"))
     except (TypeError, ValueError, AttributeError) as exc:
         files = "tokenizer_config.json, special_tokens_map.json or added_tokens.json"
         raise CheckpointError(f"{model_path}: special tokens in {files} are malformed: {exc}") from exc
@@ -199,7 +204,7 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
 
 def _default_sampling(model_path: Path) -> DefaultSampling:
     file = model_path / "generation_config.json"
-    content = _read_json(file)
+    content = optional_json_object(file)
     try:
         defaults = msgspec.convert(content, DefaultSampling)
         SamplingParams(**defaults.given).validate()  # type: ignore[arg-type]
@@ -248,8 +253,9 @@ def _added_token(value: Any) -> AddedToken:
 
 
 def _chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """The template for chats without functions, with the one for chats with functions if that is another one."""
-    found = _chat_templates(path)
+    """The template for chats without functions, with the one for chats with functions if that is another one. An empty
+    one is none: all chats would be the same prompt."""
+    found = {name: template for name, template in _chat_templates(path).items() if str(template[1]).strip()}
     default = found.get("default")
     if default is None:
         return None
@@ -261,11 +267,11 @@ def _chat_templates(path: Path) -> dict[str, tuple[Path, object]]:
     """The templates by name, each with its file. A file of its own goes before a field of another file."""
     files = {"default": path / "chat_template.jinja", "tool_use": path / "additional_chat_templates" / "tool_use.jinja"}
     found: dict[str, tuple[Path, object]] = {
-        name: (file, _read_text(file)) for name, file in files.items() if file.is_file()
+        name: (file, _read_text(file)) for name, file in files.items() if is_there(file)
     }
     for file in (path / "chat_template.json", path / "tokenizer_config.json"):
         if "default" not in found:
-            template = _read_json(file).get("chat_template")
+            template = optional_json_object(file).get("chat_template")
             if isinstance(template, list):
                 named = {str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)}
             else:
@@ -291,18 +297,6 @@ def _read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise CheckpointError(f"cannot read {file}: {exc}") from exc
-
-
-def _read_json(file: Path) -> dict[str, object]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(file))
-    except (ValueError, RecursionError) as exc:
-        raise CheckpointError(f"cannot read {file}: {exc}") from exc
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} does not hold a JSON object")
-    return value
 
 
 def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:

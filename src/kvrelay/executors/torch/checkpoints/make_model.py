@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from kvrelay.data.prose import story
 from kvrelay.data.recall import draw_codes, facts_text
@@ -124,7 +124,7 @@ def _write_weights(
         one = len(groups) == 1
         file = "model.safetensors" if one else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         tensors = {spec.name: _draw(spec, generator).to(dtype) for spec in group}
-        save_file(tensors, path / file, metadata={"format": "pt"})
+        (path / file).write_bytes(save(tensors, metadata={"format": "pt"}))
         (path / file).chmod(0o644)
         weight_map |= dict.fromkeys(tensors, file)
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())

@@ -108,7 +108,7 @@ def _assemble(vocab: dict[str, int], merges: list[tuple[str, str]], pieces: Piec
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int, pieces: Pieces = Pieces.GPT2) -> None:
     """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``; ``max_length`` in tokens."""
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": pieces.value,
         "bos_token": BOS,
