@@ -195,8 +195,7 @@ def _hint(error: click.ClickException) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    text = " ".join(
-        message.split()
-    )  # and nothing that moves the cursor: a server's or a file's own words may stand in it
+    text = " ".join(message.split())
+    # A server's or a file's own words may stand in it: nothing of them moves the cursor.
     print(f"kvrelay: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text)}", file=sys.stderr)
     return code
