@@ -102,6 +102,9 @@ class HeldLease(ABC):
                 if is_answered:
                     _log.warning("refreshing lease %s failed (%s); retrying", self.lease_id, exc)
                 is_answered = False
+            except Exception:  # noqa: BLE001 - without keepalives this process is dead to all others
+                _log.exception("refreshing lease %s failed; retrying", self.lease_id)
+                is_answered = False
 
     def _confirmed(self, sent_s: float) -> None:
         """The server has granted or refreshed the lease. A refresh counts from the time it was sent; others time it
