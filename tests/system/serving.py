@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import openai
 from tests import nursery
+from tests.lazily import openai
 from tests.patience import PATIENCE_S, until
 
 from kvrelay.cli.main import run
