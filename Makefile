@@ -69,7 +69,8 @@ test-matrix: env system-packages  ## long matrices: layouts by transports by ord
 test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on each core
 	@$(BIN)/python tools/busy_suite.py --runs $(RUNS) -- $(PYTEST) $(ARGS)
 
-LATE  := tests/worker tests/llm tests/engines
+# Where a worker's threads tell each other something: of the engines in two files only, as counted in the plugin.
+LATE  := tests/worker tests/llm tests/engines/openai/test_pairs.py tests/engines/vllm/test_staged.py
 KINDS ?= ends notifications steps
 
 test-late: env  ## workers whose threads hear from each other late, a kind at a time (tests/late.py)

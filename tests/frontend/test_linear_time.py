@@ -98,10 +98,12 @@ def is_linear(work: Callable[[int], object], small_length: int = SMALL) -> bool:
     small = large = float("inf")
     for attempt in range(8):
         time.sleep(0.01 * attempt)
+        large = min(large, cpu_s(lambda: work(small_length * EIGHTFOLD)))
+        if large < 1e-4:
+            return True
         # Several times: a stall here would hide a square.
         small = min(small, *(cpu_s(lambda: [work(small_length) for _ in range(2)]) / 2 for _ in range(3)))
-        large = min(large, cpu_s(lambda: work(small_length * EIGHTFOLD)))
-        if large <= BOUND * small or large < 1e-4:
+        if large <= BOUND * small:
             return True
     return False
 
