@@ -10,12 +10,15 @@ from typing import Any
 
 
 class Lazy:
-    """Stands for a module, which is imported when one of its names is first used."""
+    """Stands for a module, which is imported when one of its names is first used. It has no private names,
+    by which pytest would ask what it is."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 
 

@@ -78,8 +78,8 @@ def serve_arguments(num_prefill: int, num_prompts: int) -> tuple[str, ...]:
 
 
 def with_tiers(disk: Path) -> tuple[str, ...]:
-    """Pools for 750 tokens, host memory for another 500, and a disk for the rest."""
-    tiers = ("--host-kv-cache", "2MiB", "--host-kv-linger-s", "0", "--disk-kv-cache", f"{disk},1GiB")
+    """Pools for 750 tokens, host memory for another 1,000, and a disk for the rest."""
+    tiers = ("--host-kv-cache", "4MiB", "--host-kv-linger-s", "0", "--disk-kv-cache", f"{disk},1GiB")
     return (*serve_arguments(1, NUM_PROMPTS), "--kv-cache-memory", "3MiB", "--max-model-len", "640", *tiers)
 
 
@@ -163,7 +163,7 @@ def known(num_prompts: int) -> Known:
 def test_disaggregated_equals_offline_equals_transformers(num_prompts: int) -> None:
     prompts, expected, _ = known(num_prompts)
     num_long = sum(len(prompt) > 64 for prompt in prompts)
-    with Serve(serve_arguments(1, num_prompts), is_real=True) as server:
+    with Serve(serve_arguments(1, num_prompts)) as server:
         streamed = complete_all(server, prompts, stream=True)
         (decode,) = server.idle_workers("decode")
         (prefill,) = server.workers("prefill")
