@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.draws import seeds
 from tests.handoff.explorer import explore, wander
 from tests.handoff.scenarios import MANY, SCENARIOS, THREE_FAULTS
 
@@ -27,7 +28,7 @@ def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
     assert report.is_complete
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 90))])
+@pytest.mark.parametrize("seed", seeds(3, 90))
 @pytest.mark.parametrize("direction", KvDirection)
 @pytest.mark.parametrize("order", HandoffOrder)
 def test_long_random_runs_of_many_hand_offs(seed: int, direction: KvDirection, order: HandoffOrder) -> None:
