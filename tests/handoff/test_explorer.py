@@ -1,7 +1,8 @@
 """The protocol, model-checked: no reachable state is wrong, and none hangs.
 
-The scenarios here are explored whole in the suite. Those marked ``matrix`` explore more faults at once, for continuous
-integration only (``make test-matrix``). That the explorer would notice is in ``test_mutants``.
+The suite explores as many scenarios as find out every mutant of ``mutants``, and whole. Those marked ``matrix`` are for
+continuous integration only (``make test-matrix``), some with more faults at once. That the explorer would notice is in
+``test_mutants``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 import pytest
 from tests.draws import seeds
 from tests.handoff.explorer import explore, wander
-from tests.handoff.scenarios import MANY, SCENARIOS, THREE_FAULTS
+from tests.handoff.scenarios import FINDERS, MANY, SCENARIOS, THREE_FAULTS
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
 
@@ -20,7 +21,9 @@ WHOLE = SCENARIOS | THREE_FAULTS
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # it computes only: the largest takes a minute alone, and many on a slow machine with others
-@pytest.mark.parametrize("name", [*SCENARIOS, *(pytest.param(name, marks=pytest.mark.matrix) for name in THREE_FAULTS)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] * (name not in FINDERS)) for name in WHOLE]
+)
 def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
     report = explore(WHOLE[name])
     print(f"{name}: {report}")
