@@ -35,7 +35,6 @@ SCENARIOS = {
     "push, HandoffDone is lost, and the connection": scenario("lose", "break", num_faults=2, num_prefill=1),
     "push, a claimant that falls silent": scenario("lose", "late", "cancel", progress=True, num_prefill=1),
     "push, two chunks": scenario(*LOCAL, "break", "damage", num_chunks=2, checksums=True),
-    "push, two chunks, a write fails": scenario("fail", num_chunks=2),
     "push, two entries at once": scenario("redeliver", max_computing=2),
     "push, blocks that cannot be replaced": scenario(*NETWORK, *LOCAL, "crash prefill", can_replace_blocks=False),
     "push, prefill-first": scenario(*NETWORK, *LOCAL, "crash prefill", order=PREFILL_FIRST),
@@ -199,7 +198,6 @@ FINDERS: dict[str, tuple[str, ...]] = {
     "pull, without room at first": ("a grant of no blocks is opened, and nothing closes it",),
     "push, paired, the claimant cannot reach the decode worker": ("a request that was cancelled is expected for ever",),
     "pull, behind, fewer faults": ("pull: a read begins that was decided before the lease was lost",),
-    "push, two chunks, a write fails": ("HandoffDone follows a write that has failed",),
     "push, paired, a late claimant": (
         "a late claimant's blocks go back before it has answered",
         "a claimant gives back what it goes on to compute",
