@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import Field, fields
@@ -25,7 +26,6 @@ COMMANDS: dict[str, tuple[type[Settings], ...]] = {
     "worker": WORKER_SETTINGS,
     "frontend": FRONTEND_SETTINGS,
 }
-TABLE = "| flag | default, values | meaning |\n|---|---|---|"
 ONLY = {
     "dp_rank": "worker only: ",
     "dp_address": "worker only: ",
@@ -42,7 +42,7 @@ A setting of a section can also stand in the YAML file of `--config`, under its 
 `KVRELAY_NAME` (with `_` for `-`). Flags win over the environment, and that over the file, whose values are read as the
 texts of flags, also `0123` and `off`; an empty one counts as not given.
 
-Second column: the default, then the other values or the range.
+In brackets: the default, then the other values or the range.
 """
 
 
@@ -59,9 +59,9 @@ def bounds(low: float | None, high: float | None) -> str:
     return f", at least {low:g}" if low else ""
 
 
-def row(*cells: str) -> str:
-    """One line of a table."""
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def row(flags: str, allowed: str, about: str) -> str:
+    """One item of the list. A default that is nothing is not said twice."""
+    return f"- {flags} ({allowed}): {re.sub(r'[;.] (default|empty): none[.]$', '.', about, flags=re.IGNORECASE)}"
 
 
 def shown(value: object) -> str:
@@ -81,10 +81,10 @@ def page() -> Iterator[str]:
     for names, lines in groupby(
         sorted(commands, key=lambda line: len(commands[line])), key=lambda line: commands[line]
     ):
-        yield f"## kvrelay {', '.join(names)}\n\n{TABLE}\n" + "\n".join(lines) + "\n"
+        yield f"## kvrelay {', '.join(names)}\n\n" + "\n".join(lines) + "\n"
     for cls in dict.fromkeys(cls for classes in COMMANDS.values() for cls in classes):
         names = [name for name, classes in COMMANDS.items() if cls in classes]
-        yield f"## {cls.section}\n\n{(cls.__doc__ or '').splitlines()[0]} Of {', '.join(names)}.\n\n{TABLE}"
+        yield f"## {cls.section}\n\n{(cls.__doc__ or '').splitlines()[0]} Of {', '.join(names)}.\n"
         hints = get_type_hints(cls)
         for item in fields(cls):
             flag = "--" + item.name.replace("_", "-")

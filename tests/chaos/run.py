@@ -40,7 +40,7 @@ from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import ConfigError, FatalError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.mock import mock_generate
-from kvrelay.frontend.access.api_keys import append_key, new_api_key
+from kvrelay.http.api_keys import append_key, new_api_key
 from kvrelay.planner import Hold
 from kvrelay.planner.log import read_log
 

@@ -272,7 +272,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_fails_its_sequence_alone(
 
 
 def test_a_grammar_that_explodes_on_its_way_fails_its_sequence_alone(executor: Executor) -> None:
-    sampling = SamplingParams(temperature=0.0, grammar=Grammar(GrammarKind.REGEX, "(a{1000}){1000}"))
+    sampling = SamplingParams(temperature=0.0, grammar=Grammar(GrammarKind.REGEX, "a{150000}"))  # compiled in 0.3 s
     executor.prepare(sampling)
     harness = Harness(executor, 10)
     good, bad = harness.add(0, [5, 6, 7]), harness.add(1, [5, 6, 7], sampling=sampling)

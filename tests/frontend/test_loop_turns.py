@@ -12,8 +12,8 @@ import pytest
 from tests.frontend.doubles import Script, running
 from tests.frontend.raw_http import RawClient, request_bytes
 
-from kvrelay.frontend import side_threads
-from kvrelay.frontend.side_threads import TURN_COST, LoopTurns
+from kvrelay.frontend import loop_turns
+from kvrelay.frontend.loop_turns import TURN_COST, LoopTurns
 
 LARGE = TURN_COST // 2 + 1
 
@@ -126,7 +126,7 @@ async def test_the_loop_rests_for_as_long_as_it_has_worked(monkeypatch: pytest.M
 
 async def test_a_chat_passes_a_burst_of_long_prompts(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over real sockets: all has arrived before the frontend reads any of it, the chat last."""
-    monkeypatch.setattr(side_threads, "TURN_COST", 1)
+    monkeypatch.setattr(loop_turns, "TURN_COST", 1)
     num_long = 30
     async with running(model_dir, Script((10,))) as cluster:
         assert cluster.frontend is not None

@@ -16,8 +16,9 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.frontend import side_threads
 from kvrelay.frontend.generate import prompts
 from kvrelay.frontend.generate.sequence import Sequence
+from kvrelay.frontend.loop_turns import START_COST, TURN_COST
 from kvrelay.frontend.openai import requests
-from kvrelay.frontend.side_threads import INLINE_SIZE, NUM_THREADS, START_COST, TURN_COST, Pieces, SideThreads
+from kvrelay.frontend.side_threads import INLINE_SIZE, NUM_THREADS, Pieces, SideThreads
 from kvrelay.frontend.tokens import chat_template, tokenizer
 
 LARGE = INLINE_SIZE + 1

@@ -19,9 +19,9 @@ from tests.frontend.raw_http import RawClient, request_bytes, send
 
 from kvrelay.http import HttpLimits, HttpServer, Response, open_listener, raise_descriptor_limit
 from kvrelay.http import listening as accepting_module
+from kvrelay.http.connection import MAX_PIECES, HttpConnection
 from kvrelay.http.limits import ByteBudget
 from kvrelay.http.listening import SocketAcceptor, connections_within_limit
-from kvrelay.http.server import MAX_PIECES, HttpConnection
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 UPLOAD = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"

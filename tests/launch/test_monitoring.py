@@ -15,10 +15,9 @@ from kvrelay.config import MetricsConfig, WorkerRole
 from kvrelay.core.events import LoadMetrics
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import AddressInUseError, ConfigError
-from kvrelay.frontend.access import api_keys
-from kvrelay.frontend.access.api_keys import new_api_key
 from kvrelay.handoff.prefill_state import PrefillCounters
-from kvrelay.http import HttpServer, open_listener
+from kvrelay.http import HttpServer, keys_file, open_listener
+from kvrelay.http.api_keys import new_api_key
 from kvrelay.launch import monitoring as monitoring_module
 from kvrelay.launch.monitoring import LIMITS, MonitoringApp, monitoring
 from kvrelay.transfer.stats import TransferStats
@@ -104,7 +103,7 @@ async def test_metrics_need_a_key_beyond_loopback(tmp_path: Path) -> None:
 async def test_a_key_of_the_metrics_is_revoked_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api_keys, "POLL_INTERVAL_S", 0.002)
+    monkeypatch.setattr(keys_file, "POLL_INTERVAL_S", 0.002)
     path, (old, old_line), (new, new_line) = tmp_path / "keys", new_api_key("old"), new_api_key("new")
     path.write_text(old_line)
     listener = open_listener("127.0.0.1", 0)

@@ -29,7 +29,7 @@ from kvrelay.config import MetricsConfig, WorkerRole
 from kvrelay.core.event_codec import encode_frame
 from kvrelay.core.events import Flow, LoadMetrics
 from kvrelay.core.messages import RequestRefused
-from kvrelay.frontend.access.api_keys import new_api_key
+from kvrelay.http.api_keys import new_api_key
 from kvrelay.planner.report import Change, PlannerReport
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]

@@ -29,7 +29,7 @@ def api_key(name: str, file: Path | None, **limits: int | None) -> None:
     Example: kvrelay api-key alice --append api-keys --requests-per-minute 60
     """
 
-    from kvrelay.frontend.access.api_keys import append_key, new_api_key
+    from kvrelay.http.api_keys import append_key, new_api_key
 
     key, line = new_api_key(name, KeyLimits(**limits))
     if file is not None:

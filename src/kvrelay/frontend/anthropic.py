@@ -33,7 +33,6 @@ from kvrelay.frontend.generate.answer_blocks import (
 from kvrelay.frontend.generate.chat_api import ChatApi
 from kvrelay.frontend.openai.answer import AnswerContext, AnsweredPrompt, Choice, Finish, Usage, encode_json
 from kvrelay.frontend.openai.bounds import JsonMap, Name, StopStrings, Text, Word, check_free_json
-from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.requests import (
     MAX_TOOLS,
     CalledFunction,
@@ -50,6 +49,7 @@ from kvrelay.frontend.openai.requests import (
     ToolChoice,
     common_fields,
 )
+from kvrelay.http.errors import Failure
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = "/v1/messages/count_tokens"

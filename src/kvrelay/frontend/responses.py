@@ -44,7 +44,6 @@ from kvrelay.frontend.openai.answer import (
     encode_json,
 )
 from kvrelay.frontend.openai.bounds import JsonMap, Name, StopString, StopStrings, Text, Word, Words
-from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.logprobs import ChatPositionLogprobs, chat_logprobs
 from kvrelay.frontend.openai.requests import (
     MAX_TOOLS,
@@ -64,6 +63,7 @@ from kvrelay.frontend.openai.requests import (
     ToolChoice,
     common_fields,
 )
+from kvrelay.http.errors import Failure
 
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
 

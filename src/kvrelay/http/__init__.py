@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server: connections, limits and streamed answers. It knows nothing of models or tokens.
+"""A small HTTP/1.1 server: connections, limits, streamed answers, API keys, errors. It knows no models and tokens.
 
 ``HttpServer`` listens; each request becomes an ``Exchange`` that the application answers.
 """

@@ -11,9 +11,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from kvrelay.config import MetricsConfig
 from kvrelay.config.addresses import is_loopback
-from kvrelay.frontend.access.api_keys import ApiKeys, following
-from kvrelay.frontend.openai.errors import Failure, openai_error
 from kvrelay.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
+from kvrelay.http.api_keys import ApiKeys
+from kvrelay.http.errors import Failure, openai_error
+from kvrelay.http.keys_file import following
 from kvrelay.worker.reporting.metrics import WorkerMetrics
 from kvrelay.worker.worker import Worker
 

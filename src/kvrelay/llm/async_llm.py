@@ -22,10 +22,11 @@ from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.generate.answers import Answer, CollectedAnswer
 from kvrelay.frontend.generate.prompts import Prompt, completion_prompts, render_chat
 from kvrelay.frontend.generate.sequence import Asked, Sequence, SequenceListener, sequences_of
+from kvrelay.frontend.loop_turns import LoopTurns
 from kvrelay.frontend.openai.answer import Choice, ChoicePiece
 from kvrelay.frontend.openai.answer_spec import AnswerSpec
 from kvrelay.frontend.openai.requests import ChatMessage
-from kvrelay.frontend.side_threads import INLINE_SIZE, LoopTurns, complete
+from kvrelay.frontend.side_threads import INLINE_SIZE, complete
 from kvrelay.llm.embedded import EmbeddedCluster, embedded_cluster
 from kvrelay.llm.outputs import CompletionOutput, RequestOutput, TextDelta
 from kvrelay.llm.params import SamplingParams, recommended, spec_of

@@ -14,7 +14,7 @@ from kvrelay.core.layout import paged_kv
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.step_cost import CostSource, StepCost, StepPace, StepWork
 from kvrelay.engine.admission.queue import MAX_CANDIDATES
-from kvrelay.engine.contract import EngineFacts
+from kvrelay.engine.contract import EngineFacts, require
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engines.hosted.backend import AnswerChunk
 from kvrelay.engines.hosted.cache import PlacedPrefixes
@@ -156,7 +156,7 @@ def test_a_prompt_waits_while_the_cheaper_way_is_closed_and_begins_when_it_opens
     assert side.engine.metrics().num_prefill_tokens == 12_000
     output = side.engine.take_output()
     assert len(output.remote_prefills) == MIN_WINDOW
-    assert side.engine.fetch_handoff(output.remote_prefills[0].handoff_id, b"{}")
+    assert require(side.engine.moves).fetch_handoff(output.remote_prefills[0].handoff_id, b"{}")
     side.token("sent-0")
     assert [prefill.request_id for prefill in side.engine.take_output().remote_prefills] == ["line-0"]
     side.engine.abort("line-1")
@@ -185,15 +185,15 @@ def test_a_remote_prefill_is_measured_without_what_its_worker_computed(side: Sid
     side.add("long", 6000, Objectives(60.0, 0.02))
     (prefill,) = side.engine.take_output().remote_prefills
     side.clock.advance(0.7)
-    side.engine.fetch_handoff(prefill.handoff_id, b"{}")
+    require(side.engine.moves).fetch_handoff(prefill.handoff_id, b"{}")
     side.token("long")
     assert side.policy.model.num_samples == before, "how long it was computed is not known yet"
     # The ledger tells it with the end of the fetch.
     side.policy.prefill_took("long", 0.6)
-    side.engine.handoff_told("long")
+    require(side.engine.moves).handoff_told("long")
     assert side.policy.model.num_samples == before + 1
-    side.engine.handoff_told("long")
-    side.engine.handoff_told("unknown")
+    require(side.engine.moves).handoff_told("long")
+    require(side.engine.moves).handoff_told("unknown")
     assert side.policy.model.num_samples == before + 1
     assert side.policy.model.cost.seconds(6000, 0) == pytest.approx(0.7, rel=0.2)
 

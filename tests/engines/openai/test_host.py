@@ -163,7 +163,7 @@ async def test_what_no_request_waits_for_may_fail(
         backend = engine.host.backend  # type: ignore[attr-defined]
         for name in ("clear_cache", "discard"):
             monkeypatch.setattr(backend, name, fail)
-        await engine.host.call(lambda inner: (inner.clear_cache(), HostedEngine.discard_kv(inner, b"{}")))
+        await engine.host.call(lambda inner: (inner.clear_cache(), HostedEngine.discard(inner, b"{}")))
         await engine.until(lambda: caplog.text.count("it is busy") == 2)
         await engine.add("a")
         assert (await engine.end("a")).finish_reason is FinishReason.LENGTH

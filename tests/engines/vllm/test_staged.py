@@ -61,8 +61,8 @@ def _host(library: StagedVllm, settings: WorkerConfig, worker_id: str) -> Backen
 
 def _pool(engine: Engine) -> StagingBlocks:
     assert isinstance(engine, HostedEngine)
-    assert engine.staging is not None
-    return engine.staging.pool
+    assert engine.lends is not None
+    return engine.lends.pool
 
 
 class _Engine(Running):

@@ -14,8 +14,8 @@ from tests.frontend.raw_http import RawClient, send
 
 from kvrelay.config import FrontendConfig, KeyLimits, MetricsConfig
 from kvrelay.errors import ConfigError
-from kvrelay.frontend.access.api_keys import ApiKeys, new_api_key, read_keys_file
 from kvrelay.http import server_tls
+from kvrelay.http.api_keys import ApiKeys, new_api_key, read_keys_file
 
 BODY: dict[str, object] = {"prompt": [5, 6], "max_tokens": 2}
 

@@ -18,8 +18,9 @@ from tests.frontend.raw_http import RawClient, send
 from kvrelay.cli.main import run
 from kvrelay.config import KeyLimits
 from kvrelay.errors import ConfigError
-from kvrelay.frontend.access import api_keys
-from kvrelay.frontend.access.api_keys import ApiKeys, KeyRevokedError, KeysFile, digest_of, new_api_key, read_keys_file
+from kvrelay.http import keys_file
+from kvrelay.http.api_keys import ApiKeys, KeyRevokedError, digest_of, new_api_key, read_keys_file
+from kvrelay.http.keys_file import KeysFile
 
 ALICE, ALICE_LINE = new_api_key("alice")
 BOB, BOB_LINE = new_api_key("bob")
@@ -36,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are looked at without delay."""
-    monkeypatch.setattr(api_keys, "POLL_INTERVAL_S", 0.002)
+    monkeypatch.setattr(keys_file, "POLL_INTERVAL_S", 0.002)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
         caplog.clear()
         return lines
 
-    with caplog.at_level(logging.WARNING, api_keys.__name__):
+    with caplog.at_level(logging.WARNING, keys_file.__name__):
         yield read
 
 
@@ -136,7 +137,7 @@ def test_a_change_that_keeps_size_and_time_is_noticed(path: Path) -> None:
 
 def test_the_file_is_read_only_when_it_has_changed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Path] = []
-    monkeypatch.setattr(api_keys, "read_keys_file", lambda path: reads.append(path) or {})
+    monkeypatch.setattr(keys_file, "read_keys_file", lambda path: reads.append(path) or {})
     file = KeysFile(path, ApiKeys({}, {}))
     for _ in range(5):
         file.poll()

@@ -22,8 +22,8 @@ from kvrelay.core.adapters import AdapterEntry
 from kvrelay.core.control_codec import decode_adapter
 from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.frontend.access.api_keys import new_api_key
 from kvrelay.frontend.cluster import adapters as adapters_module
+from kvrelay.http.api_keys import new_api_key
 
 JSON = {"content-type": "application/json"}
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}

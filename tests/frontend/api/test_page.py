@@ -13,8 +13,8 @@ from tests.frontend.doubles import running
 from tests.frontend.raw_http import send
 
 from kvrelay.config import MetricsConfig
-from kvrelay.frontend.access.api_keys import new_api_key
 from kvrelay.frontend.api.page import FOLDER, Page
+from kvrelay.http.api_keys import new_api_key
 
 VENDORED = {
     "uplot/uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",

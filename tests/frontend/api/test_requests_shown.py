@@ -16,8 +16,8 @@ from tests.frontend.raw_http import Answer, RawClient, request_bytes, send
 from kvrelay.config import MetricsConfig
 from kvrelay.core.messages import RequestRefused
 from kvrelay.core.workers import CallerInfo
-from kvrelay.frontend.access.api_keys import new_api_key
 from kvrelay.frontend.api.requests_shown import as_bearer
+from kvrelay.http.api_keys import new_api_key
 from kvrelay.marks.trace import Trace
 from kvrelay.marks.waterfall import Summary, summary
 

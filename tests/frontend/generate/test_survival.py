@@ -19,7 +19,7 @@ from kvrelay.core.messages import RequestRefused
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.cluster import models
 from kvrelay.frontend.generate import sequence
-from kvrelay.frontend.side_threads import START_COST, TURN_COST, LoopTurns
+from kvrelay.frontend.loop_turns import START_COST, TURN_COST, LoopTurns
 from kvrelay.marks.trace import Trace
 from kvrelay.rpc.loopback import LoopbackRpcClient
 

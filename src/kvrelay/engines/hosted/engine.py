@@ -6,9 +6,8 @@ Everything runs on the host's thread, except for ``check_room`` and the numbers 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 
 import msgspec
 
@@ -17,27 +16,21 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.completion_rate import CompletionRate
 from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId
-from kvrelay.core.latest import Latest
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
-from kvrelay.core.step_cost import StepCost
 from kvrelay.engine.admission.fair import FairQueue, Shares
-from kvrelay.engine.admission.queue import MAX_CANDIDATES
-from kvrelay.engine.contract import EngineFacts, HandsOver, MovesKv
-from kvrelay.engine.limits import NONE_PENDING, PendingArrivals, require_in_time
-from kvrelay.engine.loans import remote_prefill
+from kvrelay.engine.contract import EngineFacts
+from kvrelay.engine.limits import NONE_PENDING, PendingArrivals
 from kvrelay.engine.reports import finish_reason, handed_off_token, report_token, stop_token_ids
 from kvrelay.engine.request import PrefillMode, Request, check_tokens
-from kvrelay.engine.scheduler import RemotePrefills as TimedPrefills
 from kvrelay.engine.stats import DraftCounts, EngineStats
 from kvrelay.engine.step import HandoffChunk, StepOutput
-from kvrelay.engines.connector.terms import StagedKv, encode_request
 from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError, Backend, BackendRefusedError, Prefilled
 from kvrelay.engines.hosted.cache import MirroredCache, PlacedPrefixes
 from kvrelay.engines.hosted.calls import BackendCalls
 from kvrelay.engines.hosted.costs import HostedCosts, StepTeller
-from kvrelay.engines.hosted.handoffs import RemotePrefills, StagedHandoffs
+from kvrelay.engines.hosted.handoffs import MovedHandoffs
 from kvrelay.engines.hosted.load import Backoff, HostedLoad
 from kvrelay.engines.hosted.moments import (
     Moments,
@@ -47,7 +40,8 @@ from kvrelay.engines.hosted.moments import (
     preemption_marks,
     prefill_marks,
 )
-from kvrelay.engines.hosted.staging import StagedBlocks
+from kvrelay.engines.hosted.placing import Placing
+from kvrelay.engines.hosted.staged import StagedHandoffs
 from kvrelay.errors import (
     EngineDeadError,
     IntegrityError,
@@ -57,13 +51,9 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.marks.phases import Phase
-from kvrelay.placement.base import Decision, PrefillPlace, Situation
-from kvrelay.placement.cost import CostPlacement, stay_here
+from kvrelay.placement.base import Decision
 
 TEXT_SLACK_TOKENS = 64
-UNKNOWN_COST = StepCost(math.nan)
-"""Not sound, so that thresholds decide."""
-MAX_UNREPORTED = 1024
 
 
 class _Running(msgspec.Struct):
@@ -120,8 +110,6 @@ class HostedEngine:
         """With the requests in ``_held``."""
         self._shares = Shares()
         self._held = FairQueue(config.priority_ageing_s, self._shares)
-        self._remote = RemotePrefills(worker_id)
-        self.staging = StagedHandoffs(num_staging_blocks, facts.kv_layout.block_size) if num_staging_blocks else None
         self._cache = cache
         self._clock = clock
         self._ended = CompletionRate(clock)
@@ -131,20 +119,17 @@ class HostedEngine:
         self._load_counts = HostedLoad(worker_id, facts, config, drafts)
         step_times = self._load_counts.times.step
         self._costs = HostedCosts(backend.name, teller, clock, step_times, sets_pace=sets_pace)
-        self._unplaced: dict[str, Request] = {}
-        """Requests for which neither way is open, in order of arrival."""
-        self._timed = TimedPrefills(clock)
-        self._unreported: Latest[str, Callable[[], None]] = Latest(MAX_UNREPORTED)
-        """Prefills that have come back, until the worker has told how long they were computed."""
-
-    @property
-    def lends(self) -> HandsOver | None:
-        """Staging blocks, if it has any."""
-        return None if self.staging is None else self
-
-    @property
-    def moves(self) -> MovesKv | None:
-        return self if self._facts.moves_kv else None
+        self._placing = Placing(self._costs, clock, config.max_num_batched_tokens, self._placed)
+        self._handoffs: MovedHandoffs | StagedHandoffs
+        self.lends: StagedHandoffs | None = None
+        self.moves: MovedHandoffs | None = None
+        if num_staging_blocks:
+            self._handoffs = self.lends = StagedHandoffs(
+                worker_id, self, self._placing.sent, num_staging_blocks, facts.kv_layout, facts.vocab_size
+            )
+        else:
+            self._handoffs = MovedHandoffs(worker_id, self, self._placing.sent)
+            self.moves = self._handoffs if facts.moves_kv else None
 
     @property
     def schedules(self) -> None:
@@ -186,8 +171,8 @@ class HostedEngine:
             len(request.token_ids), is_new=not request.is_resumed, ahead=NONE_PENDING, tenant=request.tenant
         )
         request.num_queued_tokens = max(len(request.token_ids) - self.num_cached_tokens(request), 1)
-        if not request.is_resumed and request.placement is not None and request.placement.refuses_late:
-            self._require_in_time(request, request.placement.policy)
+        if not request.is_resumed:
+            self._placing.require_in_time(request)
         self._num_arrived += 1
         request.arrival = self._num_arrived
         request.stop_ids = stop_token_ids(request.sampling, self._eos_token_ids)
@@ -221,8 +206,7 @@ class HostedEngine:
         running = self._running.pop(request_id, None)
         if running is None:
             return None
-        self._unplaced.pop(request_id, None)
-        self._timed.forget(running.request)
+        self._placing.forget(running.request)
         self._costs.left(running.request)
         if running.request in self._held:
             self._held.remove(running.request)
@@ -232,104 +216,28 @@ class HostedEngine:
 
     def _open(self, request: Request) -> None:
         if request.mode is PrefillMode.LOCAL and request.placement is not None and request.placement.policy is not None:
-            self._unplaced[request.request_id] = request
-            self._place_waiting()
+            self._placing.place(request)
         else:
             self._begin(request)
+
+    def _placed(self, request: Request, decision: Decision) -> None:
+        if decision.local_s or decision.remote_s:
+            self.mark_now(request, Phase.LOCAL_ESTIMATE, decision.local_s)
+            self.mark_now(request, Phase.REMOTE_ESTIMATE, decision.remote_s)
+        self._begin(request)
 
     def _begin(self, request: Request) -> None:
         self._running[request.request_id].is_probe = self._backoff.tries()
         if request.mode is PrefillMode.REMOTE:
-            self._open_remote(request)
+            self._handoffs.open(request)
         elif request.mode is PrefillMode.HANDOFF:
-            self._open_prefill(request)
+            self._handoffs.compute(request)
         else:
-            self._ask(request)
-
-    def _ask(
-        self, request: Request, kv_transfer_params: bytes | None = None, staged: StagedBlocks | None = None
-    ) -> None:
-        """Have the backend generate the rest of the answer. ``staged``: from the KV in these blocks."""
-        num_tokens = request.length_limit - len(request.token_ids)
-        if kv_transfer_params is None:
-            self._count_prefill(request)
-        answer = self._backend.stream(request, num_tokens, kv_transfer_params)
-        at_rest = None if staged is None else partial(self._at_rest, staged)
-        self._calls.start(request.request_id, answer, self.received, self.failed, at_rest)
-
-    def _count_prefill(self, request: Request) -> None:
-        num_before = self.num_cached_tokens(request)
-        self._costs.asked(request.request_id, max(len(request.token_ids) - num_before, 1), num_before)
-
-    # -- where a prefill runs -----------------------------------------------------------------------------------------
-
-    def _place_waiting(self) -> None:
-        """Begin the first requests for which a way is open, until there are none."""
-        while any([self._place_now(request) for request in list(islice(self._unplaced.values(), MAX_CANDIDATES))]):
-            pass
-
-    def _place_now(self, request: Request) -> bool:
-        placement = request.placement
-        assert placement is not None
-        assert placement.policy is not None, "else it is placed already"
-        decision = self._decide(request, placement.policy)
-        if decision.place is None or self._unplaced.pop(request.request_id, None) is None:
-            return False
-        placement.decision = decision
-        placement.policy.placed(decision)
-        if decision.local_s or decision.remote_s:
-            self._mark_now(request, Phase.LOCAL_ESTIMATE, decision.local_s)
-            self._mark_now(request, Phase.REMOTE_ESTIMATE, decision.remote_s)
-        if decision.place is PrefillPlace.REMOTE:
-            request.mode = PrefillMode.REMOTE
-            self._timed.send(request)
-        self._begin(request)
-        return True
-
-    def _decide(self, request: Request, policy: CostPlacement) -> Decision:
-        """The backend takes any number of prompts, so the way here is always open."""
-        if not policy.has_choice or request.objectives is None:
-            return stay_here(is_here_open=True)
-        answers, num_tokens = self._costs.answers, request.num_queued_tokens
-        decodes, context = answers.num_decodes, answers.num_context
-        most = max(self._config.max_num_batched_tokens - decodes, 1)
-        num_line = sum(other.num_queued_tokens for other in self._unplaced.values()) - num_tokens
-        situation = Situation(
-            num_tokens=num_tokens,
-            waited_s=max(self._clock.now() - request.waiting_since_s, 0.0),
-            num_here=answers.num_prefill_tokens,
-            num_remote_tokens=self._timed.num_tokens,
-            num_remote_prefills=len(self._timed),
-            num_line=max(num_line, 0),
-            chunk=self._costs.pace().prefill_budget(
-                most, num_before=num_tokens // 2, num_decodes=decodes, num_context=context
-            ),
-            num_decodes=decodes,
-            num_context=context,
-            is_here_open=True,
-            cost=self._costs.cost or UNKNOWN_COST,
-            objectives=request.objectives,
-            spread=self._costs.model.spread,
-        )
-        return policy.decide(situation)
-
-    def _require_in_time(self, request: Request, policy: CostPlacement | None) -> None:
-        """Raise ObjectiveMissedError if even the fastest way is too late for the request's first token."""
-        cost, objectives = self._costs.cost, request.objectives
-        if cost is None or objectives is None:
-            return
-        own, waiting = request.num_queued_tokens, sum(other.num_queued_tokens for other in self._unplaced.values())
-        before = self._costs.answers.num_prefill_tokens + waiting
-        require_in_time(objectives, cost, policy, own, before)
-
-    def handoff_told(self, request_id: str) -> None:
-        report = self._unreported.pop(request_id, None)
-        if report is not None:
-            report()
+            self.ask(request)
 
     def abort(self, request_id: str) -> None:
         if self._forget_running(request_id) is not None:
-            self._handoff_ended(request_id)
+            self._handoffs.ended(request_id)
             self._calls.cancel(request_id)
             self._start_held()
 
@@ -366,13 +274,7 @@ class HostedEngine:
         self._backoff.answered(is_probe=running.is_probe)
         self._hear(running, piece.moments)
         # KV that has come from elsewhere is no hit of this cache, whatever the backend calls it.
-        if self.staging is None:
-            is_remote = self._remote.arrived(request_id, self.output)
-            if is_remote and (report := self._timed.arrived(request)) is not None:
-                self._unreported[request_id] = report
-        else:
-            is_remote = self.staging.loaded(request_id)
-            self._serve_waiting()
+        is_remote = self._handoffs.came(request)
         if not is_remote and not request.first_output_sent and piece.num_cached_tokens:
             request.num_cached_tokens = min(piece.num_cached_tokens, running.num_sent_tokens)
             self._load_counts.num_hit_tokens += request.num_cached_tokens
@@ -441,18 +343,18 @@ class HostedEngine:
             numbers = tuple(float(number) for mark in marks for number in mark)
             self.output.marks.append((request.request_id, numbers))
 
-    def _mark_now(self, request: Request, phase: Phase, value: float = 0.0) -> None:
+    def mark_now(self, request: Request, phase: Phase, value: float = 0.0) -> None:
         self._mark(request, (phase, self._clock.now(), value))
 
     def failed(self, request_id: str, error: KvrelayError) -> None:
         """The backend sends nothing more for this request. Another worker may succeed, unless the request itself is at
         fault."""
-        if self._dead is None and self._remote.failed(request_id, self.output):
+        if self._dead is None and self._handoffs.failed(request_id):
             return  # only its KV is lost: its hand-off decides
         running = self._forget_running(request_id)
         if running is None:
             return
-        self._handoff_ended(request_id)
+        self._handoffs.ended(request_id)
         status = error.status if isinstance(error, BackendRefusedError) else 0
         if isinstance(error, BackendRefusedError) and status in (429, 503):
             self._backoff.refused(error.retry_after_s, is_probe=running.is_probe)
@@ -485,8 +387,7 @@ class HostedEngine:
     def look(self) -> None:
         """Take in what the backend has told of its steps, and begin requests for which a way has opened."""
         self._costs.look()
-        if self._unplaced:
-            self._place_waiting()
+        self._placing.serve()
 
     def take_output(self) -> StepOutput:
         self.look()
@@ -536,189 +437,82 @@ class HostedEngine:
         request.hash_blocks(num_blocks, self._facts.kv_layout.block_size, self._facts.adapter)
         return self._cache.num_leading(request.sequence_hashes[:num_blocks])
 
-    # -- hand-offs, decode side ---------------------------------------------------------------------------------------
+    # -- for hand-offs ------------------------------------------------------------------------------------------------
 
-    def _open_remote(self, request: Request) -> None:
-        """The request waits for its KV."""
-        if self.staging is not None and not self.staging.can_hold(request):
-            if request.handoff_number:
-                # Its prefill worker may claim it.
-                self.output.closed_handoffs.append(HandoffId(self.worker_id, request.handoff_number))
-            self._ask(request)
-            return
-        handoff_id = self._remote.open(request)
-        self._mark_now(request, Phase.PREFILL_QUEUED)
-        if self.staging is None:
-            self.output.remote_prefills.append(remote_prefill(request, handoff_id, request.sampling))
-        else:
-            self.staging.wait(request)
-            self._serve_waiting()
+    def ask(
+        self, request: Request, kv_transfer_params: bytes | None = None, at_rest: Callable[[], None] | None = None
+    ) -> None:
+        num_tokens = request.length_limit - len(request.token_ids)
+        if kv_transfer_params is None:
+            self._count_prefill(request)
+        answer = self._backend.stream(request, num_tokens, kv_transfer_params)
+        self._calls.start(request.request_id, answer, self.received, self.failed, at_rest)
 
-    def _handoff_ended(self, request_id: str) -> None:
-        """The request has ended by itself, perhaps in its hand-off."""
-        self._remote.ended(request_id, self.output)
-        if self.staging is not None:
-            self.staging.forget(request_id)
-            self._serve_waiting()
+    def ask_prefill(
+        self, request: Request, kv_transfer_params: bytes | None = None, at_rest: Callable[[], None] | None = None
+    ) -> None:
+        self._count_prefill(request)
+        answer = self._backend.prefill(request, kv_transfer_params, partial(self._saved, request))
+        self._calls.start(request.request_id, answer, self.prefilled, self.failed, at_rest)
 
-    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
-        request_id = self._remote.fetch(handoff_id)
-        if request_id is None:
-            return False
-        running = self._running[request_id]
+    def _count_prefill(self, request: Request) -> None:
+        num_before = self.num_cached_tokens(request)
+        self._costs.asked(request.request_id, max(len(request.token_ids) - num_before, 1), num_before)
+
+    def attach(self, request: Request) -> None:
+        running = self._running[request.request_id]
         running.attached_s, running.moments = self._clock.now(), None
-        self._ask(running.request, kv_transfer_params)
-        return True
 
-    def discard_kv(self, kv_transfer_params: bytes) -> None:
+    def take_first(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> bool:
+        self._first_came(request, is_remote=True)
+        request.token_ids.append(token_id)
+        self._running[request.request_id].num_sent_tokens += 1
+        self._load_counts.num_generated_tokens += 1
+        reason = finish_reason(request, token_id)
+        report_token(self.output, request, token_id, logprobs, reason)
+        if reason is not None:
+            self._finished(request, at_backend=True)
+        return reason is not None
+
+    def discard(self, kv_transfer_params: bytes) -> None:
         # If that fails, the KV is kept for a while longer, then its engine frees it by itself.
         discard = partial(self._backend.discard, kv_transfer_params)
         self._calls.ask(discard, "discard KV that no request needs")
 
+    def num_cached_blocks(self, request: Request) -> int:
+        return self._num_placed_blocks(request) if isinstance(self._cache, MirroredCache) else 0
+
+    # -- hand-offs ----------------------------------------------------------------------------------------------------
+
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
-        request_id = self._remote.take(handoff_id, self.output)
-        if request_id is None:
+        request = self._handoffs.take(handoff_id)
+        if request is None:
             return
+        request_id = request.request_id
         self._calls.cancel(request_id)
-        self._timed.forget(self._running[request_id].request)
+        self._placing.forget(request)
         if not self._facts.prefills_here:
             self.failed(request_id, AnswerError(f"no KV has come, and {self._backend.name} computes no prompts"))
             return
         running = self._running[request_id]
         running.attached_s, running.moments = 0.0, None
-        self._mark_now(running.request, Phase.RECOMPUTED)
-        if running.request.leave_pair():
-            self._open(running.request)
+        self.mark_now(request, Phase.RECOMPUTED)
+        if request.leave_pair():
+            self._open(request)
         else:
-            self._ask(running.request)
+            self.ask(request)
 
     def keep_prefills_here(self) -> None:
-        """Requests that are held here open no hand-off. Those that no one has claimed are computed here one by one, and
-        those that wait for blocks at once."""
+        """Requests that are held here open no hand-off."""
         for request in self._held.members():
             if request.mode is PrefillMode.REMOTE and self._facts.prefills_here:
                 request.mode = PrefillMode.LOCAL
-        self._place_waiting()
-        if self.staging is None:
-            return
-        for request in self.staging.waiting(PrefillMode.REMOTE):
-            self.staging.forget(request.request_id)
-            handoff_id = self._remote.handoff_of(request.request_id)
-            self.output.closed_handoffs.append(handoff_id)
-            self.compute_handoff_here(handoff_id)
-        self._serve_waiting()
+        self._placing.serve()
+        self._handoffs.keep_here()
 
-    def resume_handoff(
-        self, handoff_id: HandoffId, loan: int, token_id: int | None, logprobs: PositionLogprobs | None
-    ) -> bool:
-        blocks = None if self.staging is None else self.staging.lent(handoff_id, loan)
-        if self.staging is None or blocks is None or self._remote.request_of(handoff_id) is None:
-            return False
-        if token_id is None or not 0 <= token_id < self._facts.vocab_size:
-            self.compute_handoff_here(handoff_id)
-            return False
-        request_id = self._remote.take(handoff_id, self.output)
-        assert request_id is not None
-        running = self._running[request_id]
-        request = running.request
-        self._timed.came_back(request)
-        num_tokens = len(request.token_ids)
-        running.attached_s = self._clock.now()
-        self._mark_now(request, Phase.ATTACHED)
-        if _goes_on_from(request):
-            self._first_came(request, is_remote=True)
-            request.token_ids.append(token_id)
-            running.num_sent_tokens += 1
-            self._load_counts.num_generated_tokens += 1
-            reason = finish_reason(request, token_id)
-            report_token(self.output, request, token_id, logprobs, reason)
-            if reason is not None:
-                self._finished(request, at_backend=True)
-                return True
-        self.staging.load(request_id, blocks)
-        staged = StagedKv("load", blocks.block_ids, num_tokens, request.num_cached_blocks)
-        self._ask(request, encode_request(staged), blocks)
-        return True
-
-    def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
-        request_id = self._remote.request_of(handoff_id)
-        if self.staging is None or request_id is None:
-            return None
-        return self.staging.lend_fresh(handoff_id, loan, self._running[request_id].request)
-
-    def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
-        if self.staging is None:
-            raise KeyError(handoff_id, loan)
-        self.staging.end_loan(handoff_id, loan)
-        self._serve_waiting()
-
-    def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
-        return {} if self.staging is None else self.staging.writable()
-
-    # -- staging blocks -----------------------------------------------------------------------------------------------
-
-    def _serve_waiting(self) -> None:
-        """Staging blocks may be free: give them to the requests that wait for some."""
-        while self.staging is not None and (served := self.staging.serve()) is not None:
-            request, blocks = served
-            if request.mode is PrefillMode.HANDOFF:
-                self.staging.save(request.request_id, blocks)
-                size = self._facts.kv_layout.block_size
-                request.num_sent_blocks = min(request.num_load_tokens // size, len(blocks.block_ids) - 1)
-                num_tokens, first = len(request.token_ids), request.num_sent_blocks
-                params = encode_request(StagedKv("save", blocks.block_ids, num_tokens, first))
-                self._ask_prefill(request, params, blocks)
-            else:
-                self._lend(request, blocks)
-
-    def _lend(self, request: Request, blocks: StagedBlocks) -> None:
-        """Have a peer fill ``blocks``, all but those for what the backend's own cache has, which stay empty."""
-        assert self.staging is not None
-        handoff_id = self._remote.handoff_of(request.request_id)
-        self.staging.lend(handoff_id, 1, blocks)
-        # Of a model with windows or states beside its KV, vLLM may have a block and not be able to go on after it.
-        if isinstance(self._cache, MirroredCache) and len(self._facts.kv_layout.regions) == 1:
-            request.num_cached_blocks = self._num_placed_blocks(request)
-        num_cached_tokens = request.num_cached_blocks * self._facts.kv_layout.block_size
-        remote = remote_prefill(request, handoff_id, request.sampling, blocks.block_ids, num_cached_tokens)
-        self.output.remote_prefills.append(remote)
-
-    def _at_rest(self, blocks: StagedBlocks) -> None:
-        """The backend does not use the blocks any more."""
-        assert self.staging is not None
-        self.staging.at_rest(blocks)
-        self._serve_waiting()
-
-    # -- hand-offs, prefill side --------------------------------------------------------------------------------------
-
-    def _open_prefill(self, request: Request) -> None:
-        if self.staging is None:
-            self._ask_prefill(request)
-        else:
-            self.staging.wait(request)
-            self._serve_waiting()
-
-    def _ask_prefill(
-        self, request: Request, kv_transfer_params: bytes | None = None, staged: StagedBlocks | None = None
-    ) -> None:
-        """Have the backend compute the KV of a prompt. ``staged``: and save it in these blocks."""
-        self._count_prefill(request)
-        answer = self._backend.prefill(request, kv_transfer_params, partial(self.saved, request.request_id))
-        at_rest = None if staged is None else partial(self._at_rest, staged)
-        self._calls.start(request.request_id, answer, self.prefilled, self.failed, at_rest)
-
-    def saved(self, request_id: str, num_blocks: int) -> None:
-        """The first ``num_blocks`` staging blocks of this prefill hold their KV. The last one leaves with the first
-        token."""
-        running = self._running.get(request_id)
-        if self.staging is None or running is None:
-            return
-        request, block_ids = running.request, self.staging.saved(request_id)
-        first, end = request.num_sent_blocks, min(num_blocks, len(block_ids) - 1)
-        if end > first:
-            request.num_sent_blocks = end
-            self._mark_now(request, Phase.SAVED, (end - first) * self._facts.kv_layout.block_bytes)
-            self.output.handoff_chunks.append(HandoffChunk(request_id, first, block_ids[first:end], last=False))
+    def _saved(self, request: Request, num_blocks: int) -> None:
+        """The backend has saved the KV of the first ``num_blocks`` blocks of this prefill."""
+        if self.lends is not None and request.request_id in self._running and self.lends.saved(request, num_blocks):
             self._calls.changed()
 
     def prefilled(self, request_id: str, prefilled: Prefilled) -> None:
@@ -738,13 +532,10 @@ class HostedEngine:
             self._load_counts.num_hit_tokens += request.num_cached_tokens
             first = handed_off_token(request, piece.token_ids[0], piece.logprobs[0] if piece.logprobs else None)
         self._place(request, len(request.token_ids))
-        if self.staging is not None and first is None:
+        if self.lends is not None and first is None:
             raise AnswerError(f"{self._backend.name} has saved the KV of a prompt without its first token")
-        sent = request.num_sent_blocks
-        block_ids = () if self.staging is None else self.staging.saved(request_id)[sent:]
-        if block_ids:
-            self._mark_now(request, Phase.SAVED, len(block_ids) * self._facts.kv_layout.block_bytes)
-        params = prefilled.kv_transfer_params
+        sent, params = request.num_sent_blocks, prefilled.kv_transfer_params
+        block_ids = self._handoffs.rest(request)
         self.output.handoff_chunks.append(
             HandoffChunk(request_id, sent, block_ids, last=True, first_output=first, kv_transfer_params=params)
         )
@@ -756,9 +547,7 @@ class HostedEngine:
                 self._load_counts.times.sending.observe(self._clock.now() - running.heard_s)
             self._ended.add(1)
             self._start_held()
-        if self.staging is not None:
-            self.staging.sent(request_id)
-            self._serve_waiting()
+        self._handoffs.sent(request_id)
 
     # -- what can be seen ---------------------------------------------------------------------------------------------
 
@@ -767,7 +556,7 @@ class HostedEngine:
 
     def metrics(self) -> LoadMetrics:
         """From any thread."""
-        num_waiting_tokens = sum(request.num_queued_tokens for request in list(self._unplaced.values()))
+        num_waiting_tokens = self._placing.num_waiting_tokens()
         return self._load_counts.load(len(self._running), self._num_active_blocks(), self._costs, num_waiting_tokens)
 
     def stats(self) -> EngineStats:
@@ -777,11 +566,7 @@ class HostedEngine:
         """Of the backend's pool, or of the staging pool in proportion if that one is fuller."""
         size = self._facts.kv_layout.block_size
         num_active = sum(-(-len(running.request.token_ids) // size) for running in list(self._running.values()))
-        if self.staging is None:
-            return num_active
-        pool = self.staging.pool
-        num_staged = pool.num_blocks - pool.num_free
-        return max(num_active, num_staged * self._facts.num_blocks // pool.num_blocks)
+        return max(num_active, self._handoffs.num_active_blocks(self._facts.num_blocks))
 
     def cached_hashes(self) -> Sequence[int]:
         return self._cache.hashes()
@@ -798,13 +583,4 @@ class HostedEngine:
     def check_integrity(self) -> None:
         if isinstance(self._cache, PlacedPrefixes) and len(self._cache) > self._facts.num_blocks:
             raise IntegrityError(f"{len(self._cache)} blocks are known, {self._facts.num_blocks} may be")
-        if self.staging is not None:
-            self.staging.pool.check_integrity()
-
-
-def _goes_on_from(request: Request) -> bool:
-    """Whether the backend can continue after the prefill worker's first token as if it had sampled it itself: a grammar
-    and the penalties of generated tokens would count it as prompt, and a seed would draw other numbers."""
-    sampling = request.sampling
-    has_memory = sampling.grammar is not None or sampling.presence_penalty or sampling.frequency_penalty
-    return not has_memory and (sampling.temperature == 0 or sampling.seed is None)
+        self._handoffs.check_integrity()

@@ -1,29 +1,64 @@
-"""The hand-offs of a hosted engine, by what waits for what. Pure; not thread-safe.
+"""The hand-offs of a hosted engine: what they share, and those whose KV the backends move by themselves.
 
 ``RemotePrefills``, decode side: requests whose prompts a prefill worker's backend computes, until the KV has come or is
-computed here.
+computed here. Pure; not thread-safe.
 
     open ──> WAITING ──fetch──> FETCHING ──arrived──> (forgotten: a request like any other)
                 ^  │                │
                 │  └──── take ──────┴──> (forgotten: the KV is in the staging pool, or is computed here)
                 └────── failed ─────┘    the ledger then has it computed here
 
-``StagedHandoffs``: with a staging pool, the blocks through which the KV of a request goes.
-
-    decode side     blocks are lent to the hand-off ── peer writes ──> resume_handoff ── backend loads ──> first piece
-    prefill side    backend computes and saves ──> HandoffChunks ── peer gets them ──> sending_finished
+Hand-offs whose KV goes through blocks of this worker are in ``staged.py``.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
 
 from kvrelay.core.handoff import HandoffId
-from kvrelay.engine.loans import HandoffIds
-from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.core.latest import Latest
+from kvrelay.core.logprobs import PositionLogprobs
+from kvrelay.engine.loans import HandoffIds, remote_prefill
+from kvrelay.engine.request import Request
+from kvrelay.engine.scheduler import RemotePrefills as SentPrefills
 from kvrelay.engine.step import StepOutput
-from kvrelay.engines.hosted.staging import StagedBlocks, StagingBlocks
+from kvrelay.marks.phases import Phase
+
+MAX_UNREPORTED = 1024
+
+
+class Requests(Protocol):
+    """What hand-offs need of the engine that has the requests."""
+
+    output: StepOutput
+
+    def attach(self, request: Request) -> None:
+        """The backend gets KV for this request now, or the parameters to get some."""
+
+    def ask(
+        self, request: Request, kv_transfer_params: bytes | None = None, at_rest: Callable[[], None] | None = None
+    ) -> None:
+        """Have the backend generate the rest of the answer. ``at_rest``: as in ``BackendCalls.start``."""
+
+    def ask_prefill(
+        self, request: Request, kv_transfer_params: bytes | None = None, at_rest: Callable[[], None] | None = None
+    ) -> None:
+        """Have the backend compute the KV of a prompt."""
+
+    def take_first(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> bool:
+        """The prefill worker's first token, before those of the backend. Whether the answer ends with it."""
+
+    def compute_handoff_here(self, handoff_id: HandoffId) -> None: ...
+
+    def discard(self, kv_transfer_params: bytes) -> None:
+        """Have the backend that keeps this KV free it."""
+
+    def num_cached_blocks(self, request: Request) -> int:
+        """With which the backend, if a peer fills the blocks after them, can go on."""
+
+    def mark_now(self, request: Request, phase: Phase, value: float = 0.0) -> None: ...
 
 
 class RemotePrefills:
@@ -32,34 +67,32 @@ class RemotePrefills:
 
     def __init__(self, worker_id: str) -> None:
         self._ids = HandoffIds(worker_id)
-        self._requests: dict[HandoffId, str] = {}
+        self._requests: dict[HandoffId, Request] = {}
         self._handoffs: dict[str, HandoffId] = {}
+        """By request id."""
         self._fetching: set[HandoffId] = set()
 
-    def __len__(self) -> int:
-        return len(self._requests)
+    def id_of(self, request: Request) -> HandoffId:
+        return self._handoffs.get(request.request_id) or self._ids.of(request)
 
     def open(self, request: Request) -> HandoffId:
         """The request waits for its KV."""
         handoff_id = self._ids.of(request)
-        self._requests[handoff_id] = request.request_id
+        self._requests[handoff_id] = request
         self._handoffs[request.request_id] = handoff_id
         return handoff_id
 
-    def handoff_of(self, request_id: str) -> HandoffId:
-        return self._handoffs[request_id]
-
-    def request_of(self, handoff_id: HandoffId) -> str | None:
+    def request_of(self, handoff_id: HandoffId) -> Request | None:
         """The request that waits; None if none does."""
         return self._requests.get(handoff_id)
 
-    def fetch(self, handoff_id: HandoffId) -> str | None:
+    def fetch(self, handoff_id: HandoffId) -> Request | None:
         """The request that is to be given to the backend, with the parameters of its KV; None if none waits."""
-        request_id = self._requests.get(handoff_id)
-        if request_id is None or handoff_id in self._fetching:
+        request = self._requests.get(handoff_id)
+        if request is None or handoff_id in self._fetching:
             return None
         self._fetching.add(handoff_id)
-        return request_id
+        return request
 
     def arrived(self, request_id: str, output: StepOutput) -> bool:
         """The backend has the KV: its first token is there. False if it did not fetch any."""
@@ -77,12 +110,12 @@ class RemotePrefills:
         self._end_fetch(handoff_id, output, ok=False)
         return True
 
-    def take(self, handoff_id: HandoffId, output: StepOutput) -> str | None:
+    def take(self, handoff_id: HandoffId, output: StepOutput) -> Request | None:
         """The request goes on without a fetch; None if none waits. A fetch is over."""
-        request_id = self._requests.get(handoff_id)
-        if request_id is not None:
+        request = self._requests.get(handoff_id)
+        if request is not None:
             self._forget(handoff_id, output, ok=False)
-        return request_id
+        return request
 
     def ended(self, request_id: str, output: StepOutput) -> None:
         """The request has ended by itself."""
@@ -98,7 +131,7 @@ class RemotePrefills:
 
     def _forget(self, handoff_id: HandoffId, output: StepOutput, *, ok: bool) -> None:
         self._end_fetch(handoff_id, output, ok=ok)
-        del self._handoffs[self._requests.pop(handoff_id)]
+        del self._handoffs[self._requests.pop(handoff_id).request_id]
 
     def _end_fetch(self, handoff_id: HandoffId, output: StepOutput, *, ok: bool) -> None:
         if handoff_id in self._fetching:
@@ -106,98 +139,98 @@ class RemotePrefills:
             output.fetched_handoffs.append((handoff_id, ok))
 
 
-class StagedHandoffs:
-    """A request that needs more blocks than are free waits for them, first come, first served: after blocks were freed
-    ``serve`` is called until it gives None. ``block_size``: tokens."""
+class Handoffs(ABC):
+    """Decode side: a request waits for its KV from ``open`` until ``came``, ``take`` or ``ended``. Prefill side: a
+    prompt is computed from ``compute`` on, and its KV is kept until ``sent``. ``prefills``: those that this worker's
+    own queue has sent away."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.pool = StagingBlocks(num_blocks)
-        self._block_size = block_size
-        self._waiting: deque[Request] = deque()
-        self._loans: dict[tuple[HandoffId, int], StagedBlocks] = {}
-        self._loading: dict[str, StagedBlocks] = {}
-        """Decode side: requests at the backend, until it has their KV."""
-        self._sending: dict[str, StagedBlocks] = {}
-        """Prefill side: until the hand-off's ledger says that no transfer touches them."""
-        self._at_backend: set[StagedBlocks] = set()
-        """Those that the backend loads from, or saves to."""
-
-    def can_hold(self, request: Request) -> bool:
-        return self._num_blocks_of(request) <= self.pool.num_blocks
-
-    def wait(self, request: Request) -> None:
-        self._waiting.append(request)
-
-    def serve(self) -> tuple[Request, StagedBlocks] | None:
-        """The next request that waits, with its blocks; None if there is none, or too few blocks are free."""
-        blocks = self.pool.take(self._num_blocks_of(self._waiting[0])) if self._waiting else None
-        return None if blocks is None else (self._waiting.popleft(), blocks)
-
-    def waiting(self, mode: PrefillMode) -> list[Request]:
-        return [request for request in self._waiting if request.mode is mode]
-
-    def forget(self, request_id: str) -> None:
-        """The request waits for no blocks and for no load any more."""
-        self._loading.pop(request_id, None)
-        self._waiting = deque(request for request in self._waiting if request.request_id != request_id)
+    def __init__(self, worker_id: str, requests: Requests, prefills: SentPrefills) -> None:
+        self._remote = RemotePrefills(worker_id)
+        self._requests = requests
+        self._prefills = prefills
 
     # -- decode side --------------------------------------------------------------------------------------------------
 
-    def lend(self, handoff_id: HandoffId, loan: int, blocks: StagedBlocks) -> None:
-        self._loans[handoff_id, loan] = blocks
+    @abstractmethod
+    def open(self, request: Request) -> None:
+        """The request waits for its KV."""
 
-    def lend_fresh(self, handoff_id: HandoffId, loan: int, request: Request) -> tuple[int, ...] | None:
-        """Other blocks for the same request; None if too few are free."""
-        blocks = self.pool.take(self._num_blocks_of(request))
-        if blocks is None:
-            return None
-        self._loans[handoff_id, loan] = blocks
-        return blocks.block_ids
+    @abstractmethod
+    def came(self, request: Request) -> bool:
+        """A piece of its answer is there. Whether it is the first one after KV that has come from elsewhere."""
 
-    def lent(self, handoff_id: HandoffId, loan: int) -> StagedBlocks | None:
-        return self._loans.get((handoff_id, loan))
+    def failed(self, request_id: str) -> bool:
+        """The backend answers this request with an error. Whether only its KV is lost: its hand-off decides then."""
+        return self._remote.failed(request_id, self._requests.output)
 
-    def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
-        self.pool.release(self._loans.pop((handoff_id, loan)))
+    def take(self, handoff_id: HandoffId) -> Request | None:
+        """The request goes on without a fetch; None if none waits."""
+        return self._remote.take(handoff_id, self._requests.output)
 
-    def writable(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
-        """From any thread."""
-        return {loan: blocks.block_ids for loan, blocks in self._loans.copy().items()}
+    def ended(self, request_id: str) -> None:
+        """The request has ended by itself, perhaps in its hand-off."""
+        self._remote.ended(request_id, self._requests.output)
 
-    def load(self, request_id: str, blocks: StagedBlocks) -> None:
-        """The backend loads from them until ``at_rest``."""
-        self._loading[request_id] = blocks
-        self._at_backend.add(self.pool.use(blocks))
-
-    def loaded(self, request_id: str) -> bool:
-        """The backend's first piece is there. Whether it has loaded KV for it, which it does not read again."""
-        blocks = self._loading.pop(request_id, None)
-        if blocks is not None:
-            self.at_rest(blocks)
-        return blocks is not None
+    def keep_here(self) -> None:  # noqa: B027 - nothing, where workers have no blocks
+        """No prefill worker is left. Requests that no one can have claimed are computed here at once, others one by
+        one."""
 
     # -- prefill side -------------------------------------------------------------------------------------------------
 
-    def save(self, request_id: str, blocks: StagedBlocks) -> None:
-        """The backend saves to them until ``at_rest``; a peer may read them until ``sent``."""
-        self._sending[request_id] = blocks
-        self._at_backend.add(self.pool.use(blocks))
+    @abstractmethod
+    def compute(self, request: Request) -> None: ...
 
-    def saved(self, request_id: str) -> tuple[int, ...]:
-        return self._sending[request_id].block_ids
+    def rest(self, request: Request) -> tuple[int, ...]:
+        """The backend has the whole prompt's KV. The blocks with what was not sent yet."""
+        return ()
 
-    def sent(self, request_id: str) -> None:
-        blocks = self._sending.pop(request_id, None)
-        if blocks is not None:
-            self.pool.release(blocks)
+    def sent(self, request_id: str) -> None:  # noqa: B027 - nothing, where workers have no blocks
+        """No transfer touches the KV of this hand-off any more."""
 
     # -- both sides ---------------------------------------------------------------------------------------------------
 
-    def at_rest(self, blocks: StagedBlocks) -> None:
-        """The backend does not use them any more. Idempotent."""
-        if blocks in self._at_backend:
-            self._at_backend.remove(blocks)
-            self.pool.release(blocks)
+    def num_active_blocks(self, num_blocks: int) -> int:
+        """As many of the backend's ``num_blocks`` blocks as hand-offs make busy."""
+        return 0
 
-    def _num_blocks_of(self, request: Request) -> int:
-        return -(-len(request.token_ids) // self._block_size)
+    def check_integrity(self) -> None:  # noqa: B027 - nothing, where workers have no blocks
+        """Raise IntegrityError unless every block is where it belongs."""
+
+
+class MovedHandoffs(Handoffs):
+    """The KV goes from backend to backend, which get ``kv_transfer_params``. A ``MovesKv``."""
+
+    def __init__(self, worker_id: str, requests: Requests, prefills: SentPrefills) -> None:
+        super().__init__(worker_id, requests, prefills)
+        self._unreported: Latest[str, Callable[[], None]] = Latest(MAX_UNREPORTED)
+        """Prefills that have come back, until the worker has told how long they were computed."""
+
+    def open(self, request: Request) -> None:
+        handoff_id = self._remote.open(request)
+        self._requests.mark_now(request, Phase.PREFILL_QUEUED)
+        self._requests.output.remote_prefills.append(remote_prefill(request, handoff_id, request.sampling))
+
+    def came(self, request: Request) -> bool:
+        is_remote = self._remote.arrived(request.request_id, self._requests.output)
+        if is_remote and (report := self._prefills.arrived(request)) is not None:
+            self._unreported[request.request_id] = report
+        return is_remote
+
+    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
+        request = self._remote.fetch(handoff_id)
+        if request is None:
+            return False
+        self._requests.attach(request)
+        self._requests.ask(request, kv_transfer_params)
+        return True
+
+    def handoff_told(self, request_id: str) -> None:
+        report = self._unreported.pop(request_id, None)
+        if report is not None:
+            report()
+
+    def discard_kv(self, kv_transfer_params: bytes) -> None:
+        self._requests.discard(kv_transfer_params)
+
+    def compute(self, request: Request) -> None:
+        self._requests.ask_prefill(request)

@@ -24,7 +24,6 @@ from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access.access_log import AccessLog
 from kvrelay.frontend.access.admission import Admission
-from kvrelay.frontend.access.api_keys import ApiKeys, following
 from kvrelay.frontend.access.cors import AllowedOrigins
 from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MESSAGES_PATH, anthropic_error
 from kvrelay.frontend.api.adapters import LOAD_PATH, UNLOAD_PATH, AdapterEndpoints
@@ -43,12 +42,14 @@ from kvrelay.frontend.generate.answers import ClientGoneError, require_client
 from kvrelay.frontend.generate.chat_api import CHAT_COMPLETIONS
 from kvrelay.frontend.generate.pipeline import BrokenStreamError, Pipeline
 from kvrelay.frontend.generate.prompts import detokenized, tokenized
-from kvrelay.frontend.openai.errors import ErrorShape, Failure, error_response, openai_error
 from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest, parse_body
 from kvrelay.frontend.responses import INPUT_TOKENS, INPUT_TOKENS_PATH, RESPONSES
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.http.api_keys import ApiKeys
+from kvrelay.http.errors import ErrorShape, Failure, error_response, openai_error
 from kvrelay.http.exchange import JSON
+from kvrelay.http.keys_file import following
 from kvrelay.marks.trace_context import HEADER as TRACEPARENT
 from kvrelay.version import __version__
 

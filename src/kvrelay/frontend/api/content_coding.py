@@ -6,8 +6,8 @@ import codecs
 import zlib
 
 from kvrelay.errors import InvalidInputError, PayloadTooLargeError
-from kvrelay.frontend.openai.errors import RequestRefusedError
 from kvrelay.frontend.side_threads import Pieces
+from kvrelay.http.errors import RequestRefusedError
 
 _GZIP = 31
 """zlib's window bits for gzip with its header and checksum."""

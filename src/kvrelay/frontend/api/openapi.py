@@ -15,7 +15,6 @@ from kvrelay.frontend.api.requests_shown import ORDERS
 from kvrelay.frontend.openai.answer_spec import DECISION_HEADER, TIMEOUT_HEADER
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
 from kvrelay.frontend.openai.completions import ChatResponse, CompletionResponse
-from kvrelay.frontend.openai.errors import ErrorBody
 from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -23,6 +22,7 @@ from kvrelay.frontend.openai.requests import (
     TokenizeRequest,
 )
 from kvrelay.frontend.responses import INPUT_TOKENS_PATH, InputTokensRequest, ResponseBody, ResponsesRequest
+from kvrelay.http.errors import ErrorBody
 from kvrelay.version import __version__
 
 _REF = "#/components/schemas/{name}"

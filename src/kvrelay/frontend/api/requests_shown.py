@@ -26,9 +26,10 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.status import Outcome
 from kvrelay.errors import ControlUnavailableError, InvalidInputError, KvrelayError
-from kvrelay.frontend.access.api_keys import OWN_KEY, ApiKeys, following
 from kvrelay.frontend.cluster.frontends import other_frontends
 from kvrelay.http import Exchange, Response
+from kvrelay.http.api_keys import OWN_KEY, ApiKeys
+from kvrelay.http.keys_file import following
 from kvrelay.marks.kept import Kept
 from kvrelay.marks.trace import Trace
 from kvrelay.marks.waterfall import Summary, Waterfall, summary, waterfall

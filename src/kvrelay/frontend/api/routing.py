@@ -14,15 +14,15 @@ import msgspec
 from kvrelay.config import FrontendConfig
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.access.api_keys import cache_salt_of
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model, WorkerState
+from kvrelay.frontend.cluster.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.cluster.view import ClusterView
-from kvrelay.frontend.cluster.worker_link import ORDER_HEADER, read_order
 from kvrelay.frontend.generate.prompts import completion_prompts, read_completion
 from kvrelay.frontend.openai.requests import FieldsCheck
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.http import Exchange, Response
+from kvrelay.http.api_keys import cache_salt_of
 from kvrelay.router import PairDecision, RoutingExplanation, RoutingRequest
 from kvrelay.router.runtime import SETTABLE
 

@@ -14,7 +14,7 @@ from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.cluster.adapters import RunTimeAdapters
 from kvrelay.frontend.cluster.cold_start import ColdStart
 from kvrelay.frontend.cluster.worker_link import WorkerLink
-from kvrelay.frontend.side_threads import LoopTurns
+from kvrelay.frontend.loop_turns import LoopTurns
 from kvrelay.frontend.tokens.tokenizer import Tokenizer
 from kvrelay.placement.ways import Ways
 from kvrelay.router import IndexState, PairRouter, Router, RoutingRequest, RuntimeSettings

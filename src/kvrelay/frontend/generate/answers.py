@@ -12,11 +12,11 @@ from collections.abc import Sequence as Items
 from kvrelay.errors import KvrelayError
 from kvrelay.frontend.access.access_log import Generated
 from kvrelay.frontend.generate.sequence import Sequence
+from kvrelay.frontend.loop_turns import START_COST, LoopTurns
 from kvrelay.frontend.openai.answer import AnsweredPrompt, AnswerFormat, Choice, ChoicePiece, PromptTokensDetails, Usage
 from kvrelay.frontend.openai.answer_spec import AnswerSpec
-from kvrelay.frontend.openai.errors import Failure
-from kvrelay.frontend.side_threads import START_COST, LoopTurns
 from kvrelay.http import Exchange
+from kvrelay.http.errors import Failure
 
 NUM_ALTERNATIVES = 20
 SHORT_COST = 2 * START_COST

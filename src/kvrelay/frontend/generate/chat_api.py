@@ -17,8 +17,8 @@ from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.generate.prompts import echoed_message
 from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat
 from kvrelay.frontend.openai.completions import ChatFormat
-from kvrelay.frontend.openai.errors import RequestRefusedError
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, FieldsCheck, parse_body
+from kvrelay.http.errors import RequestRefusedError
 
 
 class ChatTask(msgspec.Struct, frozen=True):

@@ -23,11 +23,10 @@ from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access.access_log import AccessLog
 from kvrelay.frontend.access.admission import Admission
-from kvrelay.frontend.access.api_keys import ApiKeys, cache_salt_of
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.cluster.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.cluster.view import ClusterView
-from kvrelay.frontend.cluster.worker_link import ORDER_HEADER, read_order
 from kvrelay.frontend.generate.answers import (
     ClientGoneError,
     CollectedAnswer,
@@ -41,7 +40,6 @@ from kvrelay.frontend.generate.sequence import Asked, Sequence, sequences_of
 from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json, with_extra
 from kvrelay.frontend.openai.answer_spec import TIMEOUT_HEADER, AnswerSpec, chat_spec, check_timeout, completion_spec
 from kvrelay.frontend.openai.completions import CompletionFormat
-from kvrelay.frontend.openai.errors import DeadlineError, failure_of
 from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
 from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
@@ -54,6 +52,8 @@ from kvrelay.frontend.side_threads import INLINE_SIZE, SideThreads
 from kvrelay.frontend.tools.chat_form import ChatForm, OutputParsers, chat_form
 from kvrelay.frontend.tools.dialects import known_markers
 from kvrelay.http import Exchange, Response
+from kvrelay.http.api_keys import ApiKeys, cache_salt_of
+from kvrelay.http.errors import DeadlineError, failure_of
 from kvrelay.marks.kept import Kept
 from kvrelay.marks.trace import Trace
 from kvrelay.marks.waterfall import waterfall

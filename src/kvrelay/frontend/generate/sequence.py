@@ -33,18 +33,26 @@ from kvrelay.core.messages import GenerateRequest, RequestRefused, SessionPaused
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
 from kvrelay.core.token_ids import to_bytes
-from kvrelay.errors import KvrelayError, OverloadedError, ProtocolError, RetryElsewhereError, WorkerUnavailableError
+from kvrelay.errors import (
+    InvalidInputError,
+    KvrelayError,
+    OverloadedError,
+    ProtocolError,
+    RetryElsewhereError,
+    WorkerUnavailableError,
+)
 from kvrelay.frontend.cluster.cold_start import RETRY_AFTER_S
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
-from kvrelay.frontend.cluster.worker_link import PrefillHalf, WorkerLink, contradicts, paired_request, unseen_part
+from kvrelay.frontend.cluster.pairs import PrefillHalf, paired_request
+from kvrelay.frontend.cluster.worker_link import WorkerLink, contradicts, unseen_part
 from kvrelay.frontend.generate.answer_text import AnswerText
 from kvrelay.frontend.generate.prompts import Prompt
+from kvrelay.frontend.loop_turns import START_COST
 from kvrelay.frontend.openai.answer import ChoicePiece, PromptLogprobs
 from kvrelay.frontend.openai.answer_spec import AnswerSpec, choice_sampling
-from kvrelay.frontend.openai.errors import RequestRefusedError, refusal_error
 from kvrelay.frontend.openai.requests import KvHints
-from kvrelay.frontend.side_threads import START_COST
+from kvrelay.http.errors import RequestRefusedError
 from kvrelay.marks.phases import LATE_S
 from kvrelay.marks.trace import Trace
 from kvrelay.placement.ways import Ways
@@ -227,7 +235,7 @@ class Sequence:
         if refusal.status == OverloadedError.status:
             # A worker that refuses for another reason, e.g. because it leaves, does not know when a worker is free.
             self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
-        error = refusal_error(refusal, self._retry_after_s, self._spec.grammar_param)
+        error = _refusal_error(refusal, self._retry_after_s, self._spec.grammar_param)
         if not refusal.retryable:
             self._fail(error)
             return
@@ -509,3 +517,15 @@ def sequences_of(asked: Asked, prompts: Items[Prompt]) -> Iterator[Sequence]:
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
         for choice in range(spec.n)
     )
+
+
+def _refusal_error(refusal: RequestRefused, retry_after_s: float, grammar_param: str | None) -> KvrelayError:
+    """The error for the client if no other worker takes the sequence. ``retry_after_s`` is the shortest of the
+    overloaded workers, or infinite if there is none."""
+    if refusal.status == OverloadedError.status:
+        return OverloadedError(refusal.reason, retry_after_s=retry_after_s)
+    if refusal.status == WorkerUnavailableError.status:
+        wait_s = retry_after_s if retry_after_s < math.inf else refusal.retry_after_s
+        return WorkerUnavailableError(refusal.reason, retry_after_s=wait_s)
+    param = grammar_param if refusal.status == InvalidInputError.status else None
+    return RequestRefusedError(refusal.reason, refusal.status, param=param)

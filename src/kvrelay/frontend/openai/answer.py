@@ -11,8 +11,8 @@ import msgspec
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
 from kvrelay.frontend.openai.answer_spec import AnswerSpec
-from kvrelay.frontend.openai.errors import Failure, openai_error
 from kvrelay.frontend.openai.logprobs import TokenTexts
+from kvrelay.http.errors import Failure, openai_error
 
 encode_json = msgspec.json.Encoder().encode
 

@@ -2,16 +2,10 @@
 
 A key is 32 random bytes, so its digest needs no salt and no slow hash. Every comparison takes the same time, whichever
 key matches and however much of it is right. This module does not know HTTP beyond the authorization header's text.
-
-A changed file is loaded while the process runs, so that a key is revoked without a restart. Once a second its inode,
-size and times are checked, which works on every file system and through the symbolic links that orchestrators swap. A
-file that cannot be read, or is malformed, changes nothing: a half-written file must neither lock clients out nor admit
-new ones.
 """
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import hashlib
 import hmac
@@ -19,8 +13,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -251,72 +244,3 @@ def _parse_limits(words: Sequence[str]) -> KeyLimits:
             raise ConfigError(f"{name} must be a whole number")
         values[name] = int(text)
     return KeyLimits(**values)
-
-
-POLL_INTERVAL_S = 1.0
-
-
-FileState = tuple[int, int, int, int]
-
-
-NEVER_SEEN: FileState = (-1, -1, -1, -1)
-
-
-class KeysFile:
-    """One file of keys, and the ``keys`` that follow it."""
-
-    def __init__(self, path: Path, keys: ApiKeys, on_change: Callable[[], None] = lambda: None) -> None:
-        self._path = path
-        self._keys = keys
-        self._on_change = on_change
-        # Not the file's current state: the file may have changed since ``keys`` were read.
-        self._seen: FileState | None = NEVER_SEEN
-
-    def poll(self) -> None:
-        """Load the file if it has changed; an error in it is logged once."""
-        state = _state_of(self._path)
-        if state == self._seen:
-            return
-        # A write between this check and the read changes the state again, which the next poll sees.
-        self._seen = state
-        try:
-            changes = self._keys.replace_file(read_keys_file(self._path))
-        except ConfigError as exc:
-            _log.error("%s; the API keys stay unchanged", exc.message)
-            return
-        if changes:
-            # A warning, because it changes who may use the service.
-            _log.warning("loaded changed API keys from %s: %s", self._path, changes)
-            self._on_change()
-
-
-def _state_of(path: Path) -> FileState | None:
-    """The attributes that reveal a change of the file, including the time of its last status change, for contents that
-    keep size and time. None if there is no file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-@asynccontextmanager
-async def following(keys_file: str, keys: ApiKeys, on_change: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-    """While this context is open, ``keys`` follow ``keys_file`` (none: nothing to follow). ``on_change`` runs after
-    each change."""
-    if not keys_file:
-        yield
-        return
-    task = asyncio.create_task(_poll(KeysFile(Path(keys_file), keys, on_change)))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-
-async def _poll(file: KeysFile) -> None:
-    while True:
-        await asyncio.sleep(POLL_INTERVAL_S)
-        file.poll()

@@ -7,15 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvrelay.core.messages import RequestRefused
-from kvrelay.errors import (
-    InvalidInputError,
-    KvrelayError,
-    OverloadedError,
-    PromptTooLongError,
-    RetryElsewhereError,
-    WorkerUnavailableError,
-)
+from kvrelay.errors import InvalidInputError, KvrelayError, PromptTooLongError, RetryElsewhereError
 from kvrelay.http.exchange import Response
 
 MAX_RETRY_AFTER_S = 3600.0
@@ -56,18 +48,6 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-
-
-def refusal_error(refusal: RequestRefused, retry_after_s: float, grammar_param: str | None) -> KvrelayError:
-    """The error for the client if no other worker takes the sequence. ``retry_after_s`` is the shortest of the
-    overloaded workers, or infinite if there is none."""
-    if refusal.status == OverloadedError.status:
-        return OverloadedError(refusal.reason, retry_after_s=retry_after_s)
-    if refusal.status == WorkerUnavailableError.status:
-        wait_s = retry_after_s if retry_after_s < math.inf else refusal.retry_after_s
-        return WorkerUnavailableError(refusal.reason, retry_after_s=wait_s)
-    param = grammar_param if refusal.status == InvalidInputError.status else None
-    return RequestRefusedError(refusal.reason, refusal.status, param=param)
 
 
 def status_of(error: KvrelayError) -> int:
