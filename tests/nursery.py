@@ -41,7 +41,10 @@ RANKS: set[int] = set()
 MODULES = ("kvrelay", "benchmarks", processes.MODULE)
 PARENTS = ("benchmarks", "serve", "agent", "--tp", "--pp", "--dp", "--ep")
 """Words of commands that start processes."""
-_LATE = ("PYTEST_CURRENT_TEST", "UCX_", "NIXL_", "TORCHINDUCTOR_", "KVRELAY_")
+_LATE = (
+    *("PYTEST_CURRENT_TEST", "UCX_", "NIXL_", "TORCHINDUCTOR_", "KVRELAY_"),
+    *("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "ETCDCTL_"),
+)
 """Beginnings of variables that nothing has read before a process begins."""
 _ROOM = 8000
 """For the command line of a forked process, in bytes."""
@@ -122,7 +125,7 @@ class Nursery:
         question = {
             "command": list(command),
             "parent": os.getpid(),
-            "cwd": os.getcwd(),
+            "cwd": str(options.get("cwd") or os.getcwd()),
             "environment": dict(environment),
             "has_group": "process_group" in options,
             "prepare": [prepare.func.__module__, prepare.func.__qualname__, *prepare.args] if prepare else [],

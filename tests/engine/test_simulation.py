@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
+from tests.draws import seeds
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
@@ -82,7 +83,7 @@ class Crowd:
             assert self.answers[name] == mock_generate(prompt, count, vocab_size=VOCAB_SIZE, eos_token_ids=EOS), name
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 6))])
+@pytest.mark.parametrize("seed", seeds(3, 6))
 @pytest.mark.parametrize("caching", [True, False])
 def test_random_requests_give_the_reference_answers(make_engine: MakeEngine, seed: int, caching: bool) -> None:
     rng = random.Random(seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tests.lazily import transformers
 
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import CheckpointError
@@ -80,7 +80,7 @@ def test_the_tokenizers_end_is_that_of_transformers(
     tmp_path: Path, tokenizer: dict[str, Any], special: dict[str, Any] | None
 ) -> None:
     write(tmp_path, tokenizer=tokenizer, special=special)
-    end = AutoTokenizer.from_pretrained(tmp_path).eos_token_id
+    end = transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token_id
     assert ends_of(tmp_path) == (() if end is None else (end,))
 
 

@@ -6,12 +6,12 @@ import datetime
 import json
 from pathlib import Path
 
-import anthropic
 import pytest
 from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import RawClient, send
 from tests.frontend.test_openai_tools import CALLS, script
 from tests.frontend.test_responses import named_events, prompt_of
+from tests.lazily import anthropic
 
 from kvrelay.frontend.anthropic import CountTokensRequest, chat_of
 from kvrelay.frontend.openai.requests import parse_body

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import openai
 import pydantic
 import pytest
 from tests.frontend.doubles import EOS, FakeCluster, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import events, send
+from tests.lazily import openai
 
 from kvrelay.core.messages import SessionPaused
 

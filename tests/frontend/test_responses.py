@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import openai
 import pydantic
 import pytest
 from tests.frontend.doubles import EOS, FakeCluster, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import send
 from tests.frontend.test_openai_tools import CALLS, client, script
+from tests.lazily import openai
 
 from kvrelay.core.messages import RequestRefused
 from kvrelay.errors import InvalidInputError

@@ -35,6 +35,7 @@ SCENARIOS = {
     "push, HandoffDone is lost, and the connection": scenario("lose", "break", num_faults=2, num_prefill=1),
     "push, a claimant that falls silent": scenario("lose", "late", "cancel", progress=True, num_prefill=1),
     "push, two chunks": scenario(*LOCAL, "break", "damage", num_chunks=2, checksums=True),
+    "push, two entries at once": scenario("redeliver", max_computing=2),
     "push, blocks that cannot be replaced": scenario(*NETWORK, *LOCAL, "crash prefill", can_replace_blocks=False),
     "push, prefill-first": scenario(*NETWORK, *LOCAL, "crash prefill", order=PREFILL_FIRST),
     "push, paired": scenario(*NETWORK, *LOCAL, "crash prefill", "gone", order=PREFILL_FIRST, is_paired=True),
@@ -137,6 +138,77 @@ for title in LARGE:
 for title in ("push, two claimants", "push, a claimant dies"):
     THREE_FAULTS[title] = SCENARIOS.pop(title)
 SCENARIOS["push, two claimants, fewer faults"] = scenario("late", "cancel", "redeliver", "crash prefill", num_prefill=2)
+FINDERS: dict[str, tuple[str, ...]] = {
+    "prefix": (
+        "a prefix is free as soon as its reader's connection ends",
+        "prefill-first: a claim that its own release has overtaken is granted",
+        "a prefix that was read is told to the wrong one",
+    ),
+    "prefix, behind": ("a reader whose lease was lost goes on",),
+    "push, two claimants, fewer faults": (
+        "any generation is the current one",
+        "a second claimant gets the first one's blocks",
+        "a loan that arrives after its hand-off has closed is forgotten",
+        "a request goes on with the first claimant's blocks",
+        "a loan that the engine has no blocks for is not answered",
+    ),
+    "push, two faults of network and engine": (
+        "blocks are free when their request ends",
+        "a release is said once",
+        "a hand-off has stopped though transfers are in flight",
+        "blocks are free when the computation stops",
+    ),
+    "push, leases, with hits and checksums": (
+        "a peer is fenced when its lease ends",
+        "a write is posted past the fence",
+        "what was damaged on its way is taken",
+        "damage is not told",
+    ),
+    "push, copies that a stopped process continues": (
+        "a claim in a term that nobody knows yet is granted",
+        "a lost lease stops nothing",
+        "the end of a lease counts in the middle of a copy",
+    ),
+    "push, HandoffDone is lost, and the connection": (
+        "a lost HandoffDone is not said again",
+        "blocks are free once their last write is submitted",
+        "KV of another kind is taken",
+        "written before the grant",
+        "the engine gets blocks back that the table of grants has not closed",
+        "a grant is sent before it is open",
+        "the transfer thread does not hear of the end of grants",
+        "a job is kept for ever",
+    ),
+    "push, the only prefill worker cannot reach the decode worker": ("blocks are not lent while they are verified",),
+    "push, paired, with hits and checksums, fewer faults": ("prefill-first: hits that D shares are written",),
+    "push, a decode worker that discovery never listed": (
+        "a decode worker that discovery never listed is told for ever",
+    ),
+    "push, two chunks": ("HandoffDone overtakes a write",),
+    "pull, roles change": ("pull: blocks are free once D knows of them",),
+    "pull, kept beside the pool when there is room again": ("pull: D is told of blocks that the engine still empties",),
+    "pull, kept beside the pool, leases, fewer faults": (
+        "pull: blocks are free while the engine still moves their KV",
+    ),
+    "push, kept beside the pool, with checksums, fewer faults": (
+        "prefill-first: what the engine still moves is written",
+    ),
+    "pull, two faults of network and engine": ("pull: D abandons what it still reads", "a read that has failed counts"),
+    "push, a prefix is claimed under a request's number": ("a prefix is lent under a request's number",),
+    "pull, without room at first": ("a grant of no blocks is opened, and nothing closes it",),
+    "push, paired, the claimant cannot reach the decode worker": ("a request that was cancelled is expected for ever",),
+    "pull, behind, fewer faults": ("pull: a read begins that was decided before the lease was lost",),
+    "push, paired, a late claimant": (
+        "a late claimant's blocks go back before it has answered",
+        "a claimant gives back what it goes on to compute",
+    ),
+    "push, two entries at once": ("an entry is taken twice",),
+    "push, behind, a grammar is compiled": (
+        "an entry is taken that was delivered again while its grammar was compiled",
+    ),
+    "push, behind, blocks and cancels": ("a chunk of a prefill that is over is told",),
+}
+"""What the suite explores, each for the mutants that it finds out; the rest of the scenarios are the matrix's."""
 LONG = {
     "push, behind, two claimants": scenario("redeliver", lags=True, num_prefill=2),
     "prefix, two faults": scenario(*NETWORK, *PREFILL, *DECODE, "fail", num_faults=2, num_hit_blocks=1, is_prefix=True),

@@ -1,7 +1,8 @@
 """The protocol, model-checked: no reachable state is wrong, and none hangs.
 
-The scenarios here are explored whole in the suite. Those marked ``matrix`` explore more faults at once, for continuous
-integration only (``make test-matrix``). That the explorer would notice is in ``test_mutants``.
+The suite explores as many scenarios as find out every mutant of ``mutants``, and whole. Those marked ``matrix`` are for
+continuous integration only (``make test-matrix``), some with more faults at once. That the explorer would notice is in
+``test_mutants``.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.draws import seeds
 from tests.handoff.explorer import explore, wander
-from tests.handoff.scenarios import MANY, SCENARIOS, THREE_FAULTS
+from tests.handoff.scenarios import FINDERS, MANY, SCENARIOS, THREE_FAULTS
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
 
@@ -19,7 +21,9 @@ WHOLE = SCENARIOS | THREE_FAULTS
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # it computes only: the largest takes a minute alone, and many on a slow machine with others
-@pytest.mark.parametrize("name", [*SCENARIOS, *(pytest.param(name, marks=pytest.mark.matrix) for name in THREE_FAULTS)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] * (name not in FINDERS)) for name in WHOLE]
+)
 def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
     report = explore(WHOLE[name])
     print(f"{name}: {report}")
@@ -27,7 +31,7 @@ def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
     assert report.is_complete
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 90))])
+@pytest.mark.parametrize("seed", seeds(3, 90))
 @pytest.mark.parametrize("direction", KvDirection)
 @pytest.mark.parametrize("order", HandoffOrder)
 def test_long_random_runs_of_many_hand_offs(seed: int, direction: KvDirection, order: HandoffOrder) -> None:

@@ -220,14 +220,14 @@ def test_a_load_that_is_too_short_for_its_capacity_is_said_so() -> None:
 
 @pytest.mark.parametrize(("gap_s", "is_least"), [(100.0, True), (0.05, False)])
 def test_the_highest_rate_that_is_tried_is_a_least_capacity(gap_s: float, is_least: bool) -> None:
-    advice = advise(load(8, gap_s, 2000, 4), {1: Costs()}, 1, Objectives(0.3, 0.5))
+    advice = advise(load(4, gap_s, 2000, 4), {1: Costs()}, 1, Objectives(0.3, 0.5))
     assert advice.capacities[0].is_least is is_least
     assert ("at least" in text_of(advice).splitlines()[-4]) is is_least
 
 
 def test_the_share_of_prompts_that_are_too_long_by_themselves() -> None:
     """At 64 us a token 10,000 tokens take 0.64 s."""
-    arrivals = [*load(6, 1.0, 10_000, 2), *load(2, 1.0, 100, 2)]
+    arrivals = [*load(3, 1.0, 10_000, 2), *load(1, 1.0, 100, 2)]
     arrivals.sort(key=lambda one: one.time_s)
     advice = advise(arrivals, {1: Costs(step=StepCost(prefill_token_s=6.4e-5))}, 1, Objectives(0.5, 0.5))
     assert "75 % of the prompts take longer than 500 ms by themselves" in advice.verdict
@@ -252,7 +252,7 @@ def test_long_prompts_beside_tight_gaps_are_split() -> None:
 def test_a_slow_link_is_not_worth_a_split() -> None:
     """Transfers take ten times as long as the objective for the first token."""
     costs = Costs(link_bytes_per_s=1e7)
-    advice = advise(load(8, 0.1, 1000, 8), {1: costs}, 2, Objectives(0.5, 0.2))
+    advice = advise(load(4, 0.1, 1000, 8), {1: costs}, 2, Objectives(0.5, 0.2))
     assert advice.verdict.startswith("do not split: ")
     assert "--prefill 0 --decode 2" in advice.command
 
@@ -416,7 +416,7 @@ async def test_the_page_draws_its_charts(tmp_path: Path) -> None:
 def test_the_command_writes_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs, page = tmp_path / "costs.json", tmp_path / "advice.html"
     costs.write_bytes(encode_costs(Costs(model="m")))
-    given = ["advise", "--load", "poisson:num=5,prompt=100,answer=5", "--costs", str(costs), "--slots", "2"]
+    given = ["advise", "--load", "poisson:num=3,prompt=100,answer=5", "--costs", str(costs), "--slots", "2"]
     slo = ["--slo-ttft-ms", "500", "--slo-itl-ms", "50", "--processes", "1"]
     assert run([*given, *slo, "--html", str(page)]) == 0
     assert "kvrelay serve MODEL" in capsys.readouterr().out

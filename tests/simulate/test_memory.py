@@ -141,9 +141,11 @@ def test_slow_copies_are_not_worth_it(bytes_per_s: float, is_worth: bool) -> Non
         assert found.best.computed < found.tried[0].computed
 
 
-def test_the_advice_has_figures_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    costs = Costs(step=StepCost(prefill_token_s=2e-4), kv_tokens=3200, token_bytes=10, host_bytes_per_s=1e9)
-    advice = advise(generated_arrivals(AGENTS), {1: costs}, 1, OBJECTIVES)
+def test_the_advice_has_figures_and_flags() -> None:
+    """The pool holds 1 of 6 sessions."""
+    costs = Costs(step=StepCost(prefill_token_s=2e-4), kv_tokens=1600, token_bytes=10, host_bytes_per_s=1e9)
+    few = AGENTS.replace("sessions=12,calls=5", "sessions=6,calls=4")
+    advice = advise(generated_arrivals(few), {1: costs}, 1, OBJECTIVES)
     assert advice.memory is not None
     shown = text_of(advice)
     assert f"with pools alone: {advice.memory.tried[0].computed:.1%} of the prompt tokens computed" in shown

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import openai
 import psutil
+from tests.lazily import openai
 from tests.patience import PATIENCE_S, until
 from tests.ports import free_ports
 from tests.system import plain_vllm

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import openai
 from tests import nursery
+from tests.lazily import openai
 from tests.patience import PATIENCE_S, until
 
 from kvrelay.cli.main import run
@@ -35,9 +35,15 @@ def kvrelay(
     *arguments: str, module: str = "kvrelay", timeout_s: float = 2 * PATIENCE_S, is_real: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run one command to its end. ``is_real``: as of ``Serve``."""
-    command = [sys.executable, "-m", module, *arguments]
+    return run_to_its_end([sys.executable, "-m", module, *arguments], timeout_s, is_real=is_real)
+
+
+def run_to_its_end(
+    command: list[str], timeout_s: float, *, is_real: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """``options``: as of ``subprocess.Popen``."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = (subprocess.Popen if is_real else nursery.popen)(command, stdout=out, stderr=err)
+        process = (subprocess.Popen if is_real else nursery.popen)(command, stdout=out, stderr=err, **options)
         try:
             code = process.wait(timeout_s)
         finally:

@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 def refused(*arguments: str, code: int = 2) -> str:
     """Run a command that must fail; gives its one line."""
-    return line_of(kvrelay(*arguments, timeout_s=180, is_real=True), code)
+    return line_of(kvrelay(*arguments, timeout_s=180), code)
 
 
 def line_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
@@ -100,7 +100,7 @@ def test_wrong_arguments(arguments, message):
 
 
 def test_wrong_arguments_end_the_process():
-    assert "--prefill" in refused("serve", "--prefil", "1")
+    assert "--prefill" in line_of(kvrelay("serve", "--prefil", "1", is_real=True))
 
 
 def test_a_control_server_that_is_not_there():

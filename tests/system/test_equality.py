@@ -1,7 +1,8 @@
 """The same tokens wherever the prefill ran: 1P1D, aggregated, the offline engine and transformers agree.
 
-Mixed prompts (1 to 3,000 tokens, shared prefixes; 200 of them in the matrix, 24 else), streaming and not, through the
-``openai`` client, against real processes. Afterwards the pools are whole and nothing is in use.
+Mixed prompts with shared prefixes, streaming and not, through the ``openai`` client, against real processes: 18 of up
+to 513 tokens in steps of 512, in the matrix 200 of up to 3,000 in steps of 2,048. Afterwards the pools are whole and
+nothing is in use.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import openai
 import pytest
 from tests.chaos.brokers import own_state_directory
+from tests.lazily import openai
 from tests.system.serving import Serve, by_threshold
 
 from kvrelay.config import EngineConfig, RunnerConfig
@@ -29,24 +30,31 @@ from kvrelay.engine.request import Request
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_PROMPTS, NUM_PROMPTS_OF_MATRIX = 18, 200
-EDGES = (1, 15, 16, 17, 256, 257, 2048, 2049)
-"""Lengths about a block, and about the tokens of a step."""
+EDGES = (1, 15, 16, 17, 256, 257)
+"""Lengths about a block, and about the Numba kernels' tiles."""
 EDGES_OF_MATRIX = (2, 255, 2047, 3000)
 OUTPUT_LEN = 12
 TIE = 1e-3
 """Where the oracle's two best logits are closer than this, rounding may decide; such prompts prove nothing."""
 
 
+def step_of(num_prompts: int) -> int:
+    """Tokens of a step."""
+    return 2048 if num_prompts == NUM_PROMPTS_OF_MATRIX else 512
+
+
 def make_prompts(vocab_size: int, num_prompts: int) -> list[tuple[int, ...]]:
-    """Lengths from 1 to 3,000 (1 to 2,049 of few), most of them short; a third of them share one of four prefixes."""
-    draw = random.Random(7)
+    """Most of them short; a third of them share one of four prefixes."""
+    step = step_of(num_prompts)
+    is_long = step > 512
+    draw = random.Random(7 if is_long else 8)
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(16, vocab_size) for _ in range(count))
 
-    prefixes = [tokens(length) for length in (40, 160, 700, 1500)]
-    lengths = [*EDGES, *(EDGES_OF_MATRIX if num_prompts == NUM_PROMPTS_OF_MATRIX else ())]
-    lengths += [int(10 ** draw.uniform(0, 3.3)) for _ in range(num_prompts - len(lengths))]
+    prefixes = [tokens(length) for length in ((40, 160, 700, 1500) if is_long else (40, 80, 160, 320))]
+    lengths = [*EDGES, step, step + 1, *(EDGES_OF_MATRIX if is_long else ())]
+    lengths += [int(10 ** draw.uniform(0, 3.3 if is_long else 2.7)) for _ in range(num_prompts - len(lengths))]
     prompts = []
     for number, length in enumerate(lengths):
         prefix = prefixes[number % 4] if number % 3 == 0 else ()
@@ -54,15 +62,25 @@ def make_prompts(vocab_size: int, num_prompts: int) -> list[tuple[int, ...]]:
     return prompts
 
 
-def serve_arguments(num_prefill: int) -> tuple[str, ...]:
-    flags = ("--dtype", "float32", "--num-threads", "1", *by_threshold(64), "--kv-cache-memory", "512MiB")
+def serve_arguments(num_prefill: int, num_prompts: int) -> tuple[str, ...]:
+    flags = (
+        "--max-num-batched-tokens",
+        str(step_of(num_prompts)),
+        "--dtype",
+        "float32",
+        "--num-threads",
+        "1",
+        *by_threshold(64),
+        "--kv-cache-memory",
+        "512MiB",
+    )
     return ("--prefill", str(num_prefill), "--decode", "1", *flags)
 
 
 def with_tiers(disk: Path) -> tuple[str, ...]:
-    """Pools for 3,000 tokens, host memory for another 2,000, and a disk for the rest."""
-    tiers = ("--host-kv-cache", "8MiB", "--host-kv-linger-s", "0", "--disk-kv-cache", f"{disk},1GiB")
-    return (*serve_arguments(1), "--kv-cache-memory", "12MiB", "--max-model-len", "2560", *tiers)
+    """Pools for 750 tokens, host memory for another 1,000, and a disk for the rest."""
+    tiers = ("--host-kv-cache", "4MiB", "--host-kv-linger-s", "0", "--disk-kv-cache", f"{disk},1GiB")
+    return (*serve_arguments(1, NUM_PROMPTS), "--kv-cache-memory", "3MiB", "--max-model-len", "640", *tiers)
 
 
 def complete_all(server: Serve, prompts: list[tuple[int, ...]], *, stream: bool) -> list[tuple[int, ...]]:
@@ -90,7 +108,7 @@ def offline(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The engine in this process, without any server."""
     from kvrelay.executors.torch import build_executor
 
-    engine = EngineConfig(kv_cache_memory="512MiB")
+    engine = EngineConfig(kv_cache_memory="512MiB", max_num_batched_tokens=step_of(len(prompts)))
     executor = build_executor(bundled_checkpoint_path(), RunnerConfig(dtype="float32", num_threads=2), engine)
     core = EngineCore(executor, engine, MonotonicClock(), worker_id="offline")
     sampling = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
@@ -145,7 +163,7 @@ def known(num_prompts: int) -> Known:
 def test_disaggregated_equals_offline_equals_transformers(num_prompts: int) -> None:
     prompts, expected, _ = known(num_prompts)
     num_long = sum(len(prompt) > 64 for prompt in prompts)
-    with Serve(serve_arguments(1), is_real=True) as server:
+    with Serve(serve_arguments(1, num_prompts)) as server:
         streamed = complete_all(server, prompts, stream=True)
         (decode,) = server.idle_workers("decode")
         (prefill,) = server.workers("prefill")
@@ -165,7 +183,7 @@ def test_disaggregated_equals_offline_equals_transformers(num_prompts: int) -> N
 def test_aggregated_equals_offline() -> None:
     """In the suite ``test_prefixes_torch`` asks workers that do both."""
     prompts, expected, _ = known(NUM_PROMPTS_OF_MATRIX)
-    with Serve(serve_arguments(0)) as server:
+    with Serve(serve_arguments(0, NUM_PROMPTS_OF_MATRIX)) as server:
         aggregated = complete_all(server, prompts, stream=False)
         server.check_idle()
     assert aggregated == expected

@@ -43,7 +43,7 @@ SERVE = ("--engine", "mock", "--prefill", "1", "--decode", "1", "--speedup-ratio
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serve]:
-    with Serve(SERVE, is_real=True) as running:
+    with Serve(SERVE) as running:
         yield running
     assert running.process.returncode == 0, running.output
     assert "Traceback" not in running.output

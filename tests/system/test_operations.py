@@ -17,9 +17,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests import nursery
 from tests.control.etcd_server import require_etcd
 from tests.patience import PATIENCE_S
 from tests.system.documents import Command, File, steps_of
+from tests.system.serving import run_to_its_end
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
@@ -45,10 +47,10 @@ class Operator:
         self.network = f"127.{os.getpid() >> 8 & 255}.{os.getpid() & 255}."
         self.directory = directory
         self.variables: dict[str, str] = {}
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.started: dict[str, subprocess.Popen[bytes]] = {}
-        self.prefill_workers: list[subprocess.Popen[bytes]] = []
-        self.env = {"HOME": str(directory)}
+        self.processes: list[nursery.Process] = []
+        self.started: dict[str, nursery.Process] = {}
+        self.prefill_workers: list[nursery.Process] = []
+        self.env = {"XDG_RUNTIME_DIR": str(directory), "XDG_STATE_HOME": str(directory)}
         (directory / "model").symlink_to(bundled_checkpoint_path())
 
     def run(self, step: File | Command) -> str:
@@ -83,15 +85,7 @@ class Operator:
         """Run it, again while it fails: servers need a moment, and a client may be ahead of them."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            done = subprocess.run(
-                command,
-                cwd=self.directory,
-                env=self._environment(),
-                capture_output=True,
-                text=True,
-                timeout=2 * PATIENCE_S,
-                check=False,
-            )
+            done = run_to_its_end(command, 2 * PATIENCE_S, cwd=self.directory, env=self._environment())
             if done.returncode == 0:
                 return done.stdout
             assert time.monotonic() < deadline, f"{command}: {done.stdout} {done.stderr}\n{self.logs()}"
@@ -100,7 +94,7 @@ class Operator:
     def _start(self, command: list[str], name: str) -> None:
         known = set(self.worker_ids()) if name == "kvrelay worker" else set()
         with self.log(len(self.processes)).open("wb") as log:
-            started = subprocess.Popen(command, cwd=self.directory, env=self._environment(), stdout=log, stderr=log)
+            started = nursery.popen(command, cwd=self.directory, env=self._environment(), stdout=log, stderr=log)
         self.processes.append(started)
         if name == "kvrelay worker":
             self.until(lambda: set(self.worker_ids()) - known)

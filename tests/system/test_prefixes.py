@@ -54,7 +54,7 @@ def ask(server: Serve, prefix: int, end: int) -> tuple[dict[str, Any], str, str]
     return told, decision, worker
 
 
-@pytest.fixture(scope="module", params=["nixl", "shm"])
+@pytest.fixture(scope="module", params=[pytest.param("nixl", marks=pytest.mark.matrix), "shm"])
 def server(request: pytest.FixtureRequest) -> Iterator[Serve]:
     # Real processes: workers and frontend must find the same hashes of blocks, whatever Python's own hashes are.
     with Serve((*FLAGS, "--transport", request.param), is_real=True) as running:

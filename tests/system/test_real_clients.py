@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import anthropic
-import openai
 import pydantic
 import pytest
+from tests.lazily import anthropic, openai
 from tests.patience import PATIENCE_S
 from tests.system.serving import Serve, by_threshold, ending_cleanly, openai_client
 

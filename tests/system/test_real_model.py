@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
+from tests.lazily import openai
 from tests.system.serving import Serve, by_threshold
 
 from kvrelay.launch.gguf import checkpoint_of

@@ -10,9 +10,9 @@ from enum import Enum
 from typing import Any
 
 import httpx
-import openai
 import pydantic
 import pytest
+from tests.lazily import openai
 from tests.patience import PATIENCE_S
 from tests.system.serving import Serve, by_threshold, ending_cleanly, openai_client
 

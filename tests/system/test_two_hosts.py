@@ -15,8 +15,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import openai
 import pytest
+from tests.lazily import openai
 from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import psutil
 import pytest
+from tests.lazily import openai
 from tests.patience import PATIENCE_S, until
 from tests.system.real_vllm import NUM_PROMPTS, NUM_TOKENS, Asked, Asking, count
 from tests.system.serving import Serve

@@ -11,7 +11,7 @@ from multiprocessing import resource_tracker
 import pytest
 import torch
 from tests.contracts import test_engine as contract
-from transformers import AutoModelForCausalLM
+from tests.lazily import transformers
 
 from kvrelay.config import RunnerConfig, VllmConfig, WorkerConfig
 from kvrelay.core.sampling import SamplingParams
@@ -76,7 +76,7 @@ async def _prompts_are_scored(engine: contract.Running) -> None:
     assert await engine.answer("scored") == []
     told = engine.outputs["scored"][0].prompt_logprobs
     assert told is not None
-    model = AutoModelForCausalLM.from_pretrained(bundled_checkpoint_path(), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(bundled_checkpoint_path(), dtype=torch.float32)
     with torch.inference_mode():
         logits = model(torch.tensor([contract.PROMPT])).logits[0].log_softmax(-1)
     expected = [logits[position, token].item() for position, token in enumerate(contract.PROMPT[1:])]

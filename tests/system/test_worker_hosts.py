@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import psutil
 import pytest
 from tests import nursery
+from tests.lazily import openai
 from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve, kvrelay_here
 

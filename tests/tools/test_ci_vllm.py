@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / ".ci" / "vllm"
+ALL = SCRIPT.with_name("run")
 LIMITS = {"MIN_MEMORY_GB": "0", "MIN_DISK_GB": "0"}
 
 pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="a source distribution has no .ci")
 
 
-def _run(directory: Path, *, spent_s: int = 0, make: str = "exit 0", **limits: str) -> subprocess.CompletedProcess[str]:
-    """The script in a checkout of its own, with a shell script in place of make, and with its limits set."""
+def _run(
+    directory: Path, *, spent_s: int | str = 0, make: str = "exit 0", whole: bool = False, **limits: str
+) -> subprocess.CompletedProcess[str]:
+    """The script in a checkout of its own, with a shell script in place of make, and with its limits set; ``whole``:
+    the one that runs everything, this one as well."""
     (directory / ".ci").mkdir()
     (directory / ".venv-vllm").mkdir()
     text = SCRIPT.read_text(encoding="utf-8")
@@ -25,6 +29,8 @@ def _run(directory: Path, *, spent_s: int = 0, make: str = "exit 0", **limits: s
         text = "\n".join(lines) + "\n"
     copy = directory / ".ci" / "vllm"
     copy.write_text(text, encoding="utf-8")
+    copy.chmod(0o755)
+    shutil.copy(ALL, copy.with_name("run"))
     fake = directory / "bin" / "make"
     fake.parent.mkdir()
     fake.write_text(f'#!/bin/sh\necho "made $*"\n{make}\n', encoding="utf-8")
@@ -34,7 +40,12 @@ def _run(directory: Path, *, spent_s: int = 0, make: str = "exit 0", **limits: s
     env = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "TMPDIR": str(directory)}
     env.pop("VLLM_VENV", None)
     return subprocess.run(
-        [bash, str(copy), str(spent_s)], env=env, capture_output=True, text=True, check=False, timeout=60
+        [bash, *([str(copy.with_name("run"))] if whole else [str(copy), str(spent_s)])],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
 
 
@@ -76,3 +87,24 @@ def test_hanging_tests_are_interrupted(tmp_path: Path) -> None:
     done = _run(tmp_path, make='case "$*" in *vllm-env) exit 0 ;; esac; exec sleep 60', TESTS_S="1")
     assert done.returncode == 124
     assert "interrupted after 0 minutes" in done.stdout
+
+
+def test_packages_are_fetched_and_nothing_else(tmp_path: Path) -> None:
+    done = _run(tmp_path, spent_s="fetch", make="exit 3")
+    assert (done.returncode, done.stdout) == (3, "made VLLM_VENV=.venv-vllm vllm-fetched\n")
+
+
+def test_everything_is_made_while_packages_are_fetched_and_what_was_fetched_in_vain_is_shown(tmp_path: Path) -> None:
+    done = _run(tmp_path, whole=True, make='case "$*" in *vllm-fetched) echo no network; exit 3 ;; esac')
+    made = [line.removeprefix("made ") for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in made if "VLLM_VENV" not in line and line != "no network"] == [
+        *("check", "dist", "test-model", "test-matrix", "test-late", "test")
+    ]
+    assert made.index("no network") < next(at for at, line in enumerate(made) if "test-vllm" in line)
+
+
+def test_the_first_failure_ends_all_and_leaves_nothing(tmp_path: Path) -> None:
+    """The suite would complain of a process that goes on to fetch."""
+    done = _run(tmp_path, whole=True, make='case "$*" in *vllm-fetched) exec sleep 300 ;; check) exit 2 ;; esac')
+    assert (done.returncode, done.stdout) == (2, "made check\n")

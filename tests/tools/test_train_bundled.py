@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.lazily import transformers
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.data.recall import VALUE_WORDS, recall_prompt
@@ -78,7 +78,7 @@ def test_the_trained_model_is_the_served_one(tokenizer: Tokenizer) -> None:
     trained = TrainedLlama(Shape())
     state = load_file(bundled_checkpoint_path() / "model.safetensors")
     trained.load_state_dict({name: tensor.float() for name, tensor in state.items()})
-    served = AutoModelForCausalLM.from_pretrained(bundled_checkpoint_path(), dtype=torch.float32)
+    served = transformers.AutoModelForCausalLM.from_pretrained(bundled_checkpoint_path(), dtype=torch.float32)
     ids = torch.tensor([tokenizer.encode(recall_prompt(Random(0), 10, 10).prompt).ids])
     with torch.inference_mode():
         ours, theirs = trained(ids).float(), served(ids).logits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.draws import seeds
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
@@ -183,7 +184,7 @@ def test_short_ones_overtake_a_long_one_by_a_multiple_of_its_size_only() -> None
     assert work == OVERTAKE * 1000
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(8, 20))])
+@pytest.mark.parametrize("seed", seeds(3, 20))
 def test_no_request_waits_for_ever(seed: int) -> None:
     """Under an endless overload of everything that would come before it, a request is served within its bound."""
     rng, line = random.Random(seed), Line(ageing_s=5.0)

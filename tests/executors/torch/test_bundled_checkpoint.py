@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from tests.lazily import transformers
 
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.data.prose import sentence, story
@@ -18,10 +18,10 @@ NUM_PROMPTS = 40
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[PreTrainedModel]:
+def model() -> Iterator[transformers.PreTrainedModel]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    loaded, info = AutoModelForCausalLM.from_pretrained(
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         bundled_checkpoint_path(), dtype=torch.float32, output_loading_info=True
     )
     assert not any(info.values()), info
@@ -31,11 +31,11 @@ def model() -> Iterator[PreTrainedModel]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(bundled_checkpoint_path())
+def tokenizer() -> transformers.PreTrainedTokenizerBase:
+    return transformers.AutoTokenizer.from_pretrained(bundled_checkpoint_path())
 
 
-def greedy(model: PreTrainedModel, ids: list[int], num_tokens: int) -> list[int]:
+def greedy(model: transformers.PreTrainedModel, ids: list[int], num_tokens: int) -> list[int]:
     prompt = torch.tensor([ids])
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_tokens, do_sample=False)
     return out[0, len(ids) :].tolist()  # type: ignore[no-any-return]
@@ -62,13 +62,15 @@ def test_files_are_complete_and_small() -> None:
     assert sum(files.values()) <= 6_000_000
 
 
-def test_it_can_be_split_for_two_ranks(model: PreTrainedModel) -> None:
+def test_it_can_be_split_for_two_ranks(model: transformers.PreTrainedModel) -> None:
     assert model.config.num_key_value_heads % 2 == 0
     assert model.config.num_hidden_layers % 2 == 0
     assert model.config.max_position_embeddings >= 8192
 
 
-def test_completions_recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_completions_recall(
+    model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
     right = 0
     for asked in prompts("completion"):
         answer = greedy(model, tokenizer(asked.prompt).input_ids, 2)
@@ -76,7 +78,9 @@ def test_completions_recall(model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     assert right > 0.9 * NUM_PROMPTS
 
 
-def test_chats_recall_and_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chats_recall_and_end(
+    model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
     right = 0
     for asked in prompts("chat"):
         chat = [{"role": "user", "content": asked.prompt}]
@@ -86,7 +90,9 @@ def test_chats_recall_and_end(model: PreTrainedModel, tokenizer: PreTrainedToken
     assert right > 0.9 * NUM_PROMPTS
 
 
-def test_damaged_kv_shows_as_a_wrong_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_damaged_kv_shows_as_a_wrong_answer(
+    model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
     """Zeroing one block of 16 tokens of the cache, where the fact lies, changes nearly every answer."""
     wrong = 0
     for seed in range(NUM_PROMPTS):
@@ -105,7 +111,7 @@ def test_damaged_kv_shows_as_a_wrong_answer(model: PreTrainedModel, tokenizer: P
 
 @pytest.mark.parametrize("beginning", ["Once there was a", "The", "It is a cold", "Tom is a"])
 def test_greedy_output_is_made_of_the_grammar_s_words(
-    beginning: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    beginning: str, model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
     rng = Random(0)
     texts = [f"{story(rng)} {sentence(rng)} {recall_prompt(rng, 5).prompt}" for _ in range(1000)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from tests.lazily import transformers
 
 from kvrelay.errors import CheckpointError, UnsupportedModelError
 from kvrelay.executors.torch.config import ARCHITECTURES, MoeConfig, RopeConfig, load_model_config, parse_model_config

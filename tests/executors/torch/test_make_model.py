@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from tests.lazily import transformers
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvrelay.errors import InvalidInputError
 from kvrelay.executors.torch.checkpoints import ARCHITECTURES, SIZES, make_model
@@ -37,7 +37,9 @@ def digest(directory: Path) -> dict[str, str]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_transformers_loads_every_tensor(arch: str, tmp_path: Path) -> None:
     make_model(tmp_path, arch, "tiny", seed=1, dtype="float32")
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
     assert type(model).__name__ == config_of(arch, "tiny", "float32")["architectures"][0]  # type: ignore[index]
     assert not any(info.values()), info
     tied = size_of(arch, "tiny").tied
@@ -51,7 +53,7 @@ def test_transformers_loads_every_tensor(arch: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tokenizer_is_the_same_through_transformers(arch: str, tmp_path: Path) -> None:
     make_model(tmp_path, arch, "tiny")
-    through = AutoTokenizer.from_pretrained(tmp_path)
+    through = transformers.AutoTokenizer.from_pretrained(tmp_path)
     plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert len(through) == plain.get_vocab_size() == size_of(arch, "tiny").vocab
     for text in TEXTS:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from tests.lazily import transformers
 
 from kvrelay.errors import CheckpointError
 from kvrelay.executors.torch.config import parse_model_config
@@ -47,7 +46,7 @@ LONGROPE: dict[str, Any] = {
     ids=str,
 )
 def test_the_table_is_that_of_transformers(scaling: dict[str, Any]) -> None:
-    theirs = LlamaConfig(
+    theirs = transformers.LlamaConfig(
         hidden_size=4 * HEAD_DIM,
         num_attention_heads=4,
         max_position_embeddings=NUM_POSITIONS,
@@ -55,7 +54,7 @@ def test_the_table_is_that_of_transformers(scaling: dict[str, Any]) -> None:
     )
     ours = parse_model_config({**theirs.to_dict(), "architectures": ["LlamaForCausalLM"]})
     positions = torch.arange(ours.max_position)[None]
-    cosines, sines = LlamaRotaryEmbedding(theirs)(torch.zeros(1), positions)
+    cosines, sines = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)(torch.zeros(1), positions)
     table = rope_table(ours.rope, HEAD_DIM, ours.max_position)
     # The angles grow with the position, and so does what rounding makes of them.
     for number, expected in enumerate((cosines, sines)):

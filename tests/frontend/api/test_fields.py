@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any, get_type_hints
 
-import anthropic
 import msgspec
-import openai
 import pytest
 from tests.executors.constrained import TOKENIZER as CHECKPOINT
 from tests.executors.constrained import random_answer
 from tests.frontend.api.test_api import FOX, with_logprobs
 from tests.frontend.doubles import EOS, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import events, send
+from tests.lazily import anthropic, openai
 
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.anthropic import CountTokensRequest, MessagesRequest
@@ -32,14 +32,14 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "x"}
 
 
-CLIENTS: list[tuple[type[msgspec.Struct], Any]] = [
-    (CompletionRequest, openai.types.completion_create_params.CompletionCreateParamsBase),
-    (ChatCompletionRequest, openai.types.chat.completion_create_params.CompletionCreateParamsBase),
-    (ResponsesRequest, openai.types.responses.response_create_params.ResponseCreateParamsBase),
-    (InputTokensRequest, openai.types.responses.input_token_count_params.InputTokenCountParams),
-    (MessagesRequest, anthropic.types.message_create_params.MessageCreateParamsBase),
-    (MessagesRequest, anthropic.types.beta.message_create_params.MessageCreateParamsBase),
-    (CountTokensRequest, anthropic.types.message_count_tokens_params.MessageCountTokensParams),
+CLIENTS: list[tuple[type[msgspec.Struct], Callable[[], Any]]] = [
+    (CompletionRequest, lambda: openai.types.completion_create_params.CompletionCreateParamsBase),
+    (ChatCompletionRequest, lambda: openai.types.chat.completion_create_params.CompletionCreateParamsBase),
+    (ResponsesRequest, lambda: openai.types.responses.response_create_params.ResponseCreateParamsBase),
+    (InputTokensRequest, lambda: openai.types.responses.input_token_count_params.InputTokenCountParams),
+    (MessagesRequest, lambda: anthropic.types.message_create_params.MessageCreateParamsBase),
+    (MessagesRequest, lambda: anthropic.types.beta.message_create_params.MessageCreateParamsBase),
+    (CountTokensRequest, lambda: anthropic.types.message_count_tokens_params.MessageCountTokensParams),
 ]
 BOTH = """
     add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params frequency_penalty ignore_eos
@@ -74,8 +74,8 @@ SERVERS = [
 
 
 @pytest.mark.parametrize(("kind", "params"), CLIENTS)
-def test_every_field_of_the_official_clients_is_named(kind: type[msgspec.Struct], params: type) -> None:
-    given = get_type_hints(params)
+def test_every_field_of_the_official_clients_is_named(kind: type[msgspec.Struct], params: Callable[[], Any]) -> None:
+    given = get_type_hints(params())
     assert len(given) > 10
     assert set(given) <= TABLES[kind].names
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import anthropic.types
-import openai.types.responses
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 from tests.frontend.doubles import byte_level_tokenizer, running
 from tests.frontend.raw_http import events, send
 from tests.frontend.test_openai_tools import CALLS, script
 from tests.frontend.test_responses import named_events
+from tests.lazily import anthropic, openai
 
 TOKENIZER = byte_level_tokenizer()
 USER = {"role": "user", "content": "x"}
@@ -25,13 +23,12 @@ THOUGHT = "<think>Hm.</think>Yes 🙂."
 NUM_TOKENS = len(TOKENIZER.encode(CALLS).ids)
 CUTS = (*range(1, NUM_TOKENS, 8), NUM_TOKENS + 1)
 """Limits on the answer's tokens: a stream is cut in each part of a call, and one is whole."""
-MESSAGES_EVENT: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
-RESPONSES_EVENT: TypeAdapter[Any] = TypeAdapter(openai.types.responses.ResponseStreamEvent)
 FUNCTIONS = [{"name": name, "parameters": PARAMETERS} for name in ("add", "now")]
 
 
 @pytest.mark.parametrize("text", [CALLS, THOUGHT])
 async def test_messages(model_dir: Path, text: str) -> None:
+    an_event: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
     tools = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in FUNCTIONS]
     async with running(model_dir, script(text), tool_call_parser="hermes", reasoning_parser="qwen3") as cluster:
         for limit in CUTS:
@@ -39,7 +36,7 @@ async def test_messages(model_dir: Path, text: str) -> None:
             whole = await send(cluster.frontend.port, "POST", "/v1/messages", body)
             message = anthropic.types.Message.model_validate_json(whole.body)
             stream = await send(cluster.frontend.port, "POST", "/v1/messages", {**body, "stream": True})
-            parsed = [MESSAGES_EVENT.validate_python(event) for _, event in named_events(stream.body)]
+            parsed = [an_event.validate_python(event) for _, event in named_events(stream.body)]
             assert [event.type for event in parsed][-2:] == ["message_delta", "message_stop"]
             assert parsed[-2].delta.stop_reason == message.stop_reason
             opened = [event.index for event in parsed if event.type == "content_block_start"]
@@ -49,6 +46,7 @@ async def test_messages(model_dir: Path, text: str) -> None:
 
 @pytest.mark.parametrize("text", [CALLS, THOUGHT])
 async def test_responses(model_dir: Path, text: str) -> None:
+    an_event: TypeAdapter[Any] = TypeAdapter(openai.types.responses.ResponseStreamEvent)
     tools = [{"type": "function", "strict": False, **function} for function in FUNCTIONS]
     async with running(model_dir, script(text), tool_call_parser="hermes", reasoning_parser="qwen3") as cluster:
         for limit in CUTS:
@@ -56,7 +54,7 @@ async def test_responses(model_dir: Path, text: str) -> None:
             whole = await send(cluster.frontend.port, "POST", "/v1/responses", body)
             response = openai.types.responses.Response.model_validate_json(whole.body)
             stream = await send(cluster.frontend.port, "POST", "/v1/responses", {**body, "stream": True})
-            parsed = [RESPONSES_EVENT.validate_python(event) for _, event in named_events(stream.body)]
+            parsed = [an_event.validate_python(event) for _, event in named_events(stream.body)]
             assert [event.sequence_number for event in parsed] == list(range(len(parsed)))
             last = parsed[-1].response
             assert (last.status, len(last.output)) == (response.status, len(response.output))
@@ -69,10 +67,10 @@ async def test_chats(model_dir: Path, text: str) -> None:
         for limit in CUTS:
             body = {"messages": [USER], "max_tokens": limit, "tools": tools, "stream_options": {"include_usage": True}}
             stream = await send(cluster.frontend.port, "POST", "/v1/chat/completions", {**body, "stream": True})
-            chunks = [ChatCompletionChunk.model_validate(event) for event in events(stream.body)]
+            chunks = [openai.types.chat.ChatCompletionChunk.model_validate(event) for event in events(stream.body)]
             del body["stream_options"]
             whole = await send(cluster.frontend.port, "POST", "/v1/chat/completions", body)
-            (choice,) = ChatCompletion.model_validate_json(whole.body).choices
+            (choice,) = openai.types.chat.ChatCompletion.model_validate_json(whole.body).choices
             assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == choice.finish_reason
             usage = chunks[-1].usage
             assert usage is not None

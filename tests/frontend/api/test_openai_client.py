@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-import openai
 import pytest
 from tests.frontend.doubles import CHAT_TEMPLATE, FakeCluster, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import send
+from tests.lazily import openai
 
 TOKENIZER = byte_level_tokenizer()
 ANSWER = "Grüße, 你好 🙂 the fox."

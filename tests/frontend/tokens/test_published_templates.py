@@ -16,10 +16,9 @@ from typing import Any, cast
 
 import jinja2
 import pytest
+from tests.lazily import transformers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models
-from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.cluster.models import Model
@@ -150,19 +149,24 @@ def ours(
         return f"refused: {exc.__cause__}"
 
 
-def theirs(style: str, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+@functools.cache
+def reference(style: str) -> Any:
     templates = {"default": source(style)}
     if style in TOOL_USE:
         templates["tool_use"] = source(TOOL_USE[style])
     backend = RustTokenizer(models.BPE())
-    reference = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=templates, **SPECIAL)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=templates, **SPECIAL)
+
+
+def theirs(style: str, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
     arguments = {"add_generation_prompt": True, **arguments}
     given = as_given(style, messages)
     try:
         if style in JOINS_ARGUMENTS:
             # apply_chat_template leaves out None, which the template asks for.
-            return str(render_jinja_template([given], chat_template=source(style), **SPECIAL, **arguments)[0][0])
-        return str(reference.apply_chat_template(given, tokenize=False, **arguments))
+            render = transformers.utils.chat_template_utils.render_jinja_template
+            return str(render([given], chat_template=source(style), **SPECIAL, **arguments)[0][0])
+        return str(reference(style).apply_chat_template(given, tokenize=False, **arguments))
     except (jinja2.TemplateError, TypeError) as exc:
         return f"refused: {exc}"
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 from tests.frontend.doubles import byte_level_tokenizer
+from tests.lazily import transformers
 from tokenizers import processors
-from transformers import AutoTokenizer
 
 from kvrelay.errors import CheckpointError, InvalidInputError
 from kvrelay.frontend.cluster.models import Model
@@ -101,7 +101,7 @@ def write(path: Path, files: Mapping[str, object]) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> None:
     path = write(tmp_path, {**CASES[case], "chat_template.jinja": TEMPLATE})
-    ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(path)
+    ours, theirs = load_tokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
     assert ours.encode(TEXT) == theirs.encode(TEXT)
     ids = ours.encode(TEXT, add_special_tokens=False)
     assert ids == theirs.encode(TEXT, add_special_tokens=False)
@@ -146,7 +146,7 @@ TEMPLATES: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
 def test_the_template_is_the_one_that_transformers_takes(tmp_path: Path, case: str, tools: Any) -> None:
     path = write(tmp_path, TEMPLATES[case])
-    ours, theirs = load_tokenizer(path).chat_template, AutoTokenizer.from_pretrained(path)
+    ours, theirs = load_tokenizer(path).chat_template, transformers.AutoTokenizer.from_pretrained(path)
     chat = [{"role": "user", "content": "a"}]
     assert ours is not None
     rendered = ours.chosen(tools is not None).render(chat, tools=tools)
