@@ -75,13 +75,6 @@ def test_an_id_that_no_vocabulary_has_takes_no_memory(model_dir: Path, tmp_path:
         load_tokenizer(path)
 
 
-def test_an_empty_template_is_none(model_dir: Path, tmp_path: Path) -> None:
-    """A file whose writing has failed: each chat would have the same empty prompt."""
-    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
-    (path / "chat_template.jinja").write_text("\n")
-    assert load_tokenizer(path).chat_template is None
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -253,9 +253,8 @@ def _added_token(value: Any) -> AddedToken:
 
 
 def _chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """The template for chats without functions, with the one for chats with functions if that is another one. An empty
-    one is none: all chats would be the same prompt."""
-    found = {name: template for name, template in _chat_templates(path).items() if str(template[1]).strip()}
+    """The template for chats without functions, with the one for chats with functions if that is another one."""
+    found = _chat_templates(path)
     default = found.get("default")
     if default is None:
         return None
