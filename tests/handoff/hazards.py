@@ -94,6 +94,7 @@ class Hazards:
         failed = tuple(other for other in node.ops if other[:2] == op[:2])
         node.ops = tuple(other for other in node.ops if other not in failed)
         node.ended_ops += tuple((other, False) for other in failed)
+        node.failed_groups |= {other.group for other in failed if other.group is not None}
         node.is_copying = False
 
     def do_damage(self, number: int) -> None:

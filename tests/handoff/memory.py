@@ -42,6 +42,7 @@ class Memory:
         node = self.node(number)
         op, node.ops, node.is_copying = node.ops[0], node.ops[1:], False
         if op.group is not None:
+            node.failed_groups |= {op.group}
             failed = tuple(other for other in node.ops if other.group == op.group)
             node.ops = tuple(other for other in node.ops if other not in failed)
             node.ended_ops += tuple((other, False) for other in failed)

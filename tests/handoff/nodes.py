@@ -160,6 +160,8 @@ class Node:
     """Transfers that were submitted and have not landed."""
     ended_ops: tuple[Any, ...] = ()
     """Landed or failed; the owner does not know yet."""
+    failed_groups: frozenset[str] = frozenset()
+    """Of transfers: one that comes later fails, too (``transfer/queues.py``)."""
     inbox: tuple[Any, ...] = ()
     """Asked of the engine, and not taken in."""
     todo: tuple[Any, ...] = ()
@@ -190,7 +192,17 @@ class Node:
         lease = self.lease.key(frame.now)
         state = (self.is_stopped, self.is_dead, self.is_copying, self.is_open)
         todo = tuple([(kind, call_key(call, frame), blocks) for kind, call, blocks in self.todo])
-        return (lease, state, watch, self.ops, self.ended_ops, self.inbox, todo, side_key(self.side))
+        return (
+            lease,
+            state,
+            watch,
+            self.ops,
+            self.ended_ops,
+            self.failed_groups,
+            self.inbox,
+            todo,
+            side_key(self.side),
+        )
 
 
 @dataclass

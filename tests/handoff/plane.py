@@ -170,6 +170,9 @@ class Plane:
         kind = "write" if op is TransferOp.WRITE else self.kind_of_read
         handoff_id, peer = ended[1][0].handoff_id, number_of(worker_id)
         new = Op(kind, handoff_id, peer, grant.generation, *pieces[:2], done, ended, group)
+        if group in self.node.failed_groups:
+            self.node.ended_ops += ((new, False),)
+            return
         ops = self.node.ops
         self.node.ops = (*ops, new) if self.world.scenario.transport_order else (new, *ops)
 

@@ -137,6 +137,7 @@ for title in LARGE:
     SCENARIOS[f"{title}, fewer faults"] = replace(whole, faults=whole.faults - ELSEWHERE)
 for title in ("push, two claimants", "push, a claimant dies"):
     THREE_FAULTS[title] = SCENARIOS.pop(title)
+SCENARIOS["push, two chunks, one is not written"] = scenario("cancel", "fail", num_chunks=2)
 SCENARIOS["push, two claimants, fewer faults"] = scenario("late", "cancel", "redeliver", "crash prefill", num_prefill=2)
 FINDERS: dict[str, tuple[str, ...]] = {
     "prefix": (
@@ -185,6 +186,7 @@ FINDERS: dict[str, tuple[str, ...]] = {
         "a decode worker that discovery never listed is told for ever",
     ),
     "push, two chunks": ("HandoffDone overtakes a write",),
+    "push, two chunks, one is not written": ("HandoffDone follows a write that has failed",),
     "pull, roles change": ("pull: blocks are free once D knows of them",),
     "pull, kept beside the pool when there is room again": ("pull: D is told of blocks that the engine still empties",),
     "pull, kept beside the pool, leases, fewer faults": (
