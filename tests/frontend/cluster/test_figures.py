@@ -170,7 +170,7 @@ async def test_a_planner_gets_the_last_minute_whatever_its_own_clock_says() -> N
     figures = Figures(FrontendMetrics(), list)
     for second in range(100, 300):
         figures.take(second)
-    async with Frontends(plane, keys, "f", figures, now_unix_s=lambda: 300.5).serving():
+    async with Frontends(plane, keys, "f", figures, lambda: 300.5).serving():
         reply = figures_of(await plane.events.request(keys.frontend_figures("f"), planners_question(60), 10.0))
         assert reply is not None
         assert [row.unix_s for row in reply.rows] == list(range(241, 300))
