@@ -111,35 +111,9 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     connector = settings.vllm.vllm_connector if settings.exchanges_kv else None
     require_vllm(connector)
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    require_known(arguments, known)
-    if arguments.get("speculative_config") and DRAFTS_OF_REQUESTS in known:
-        arguments = {DRAFTS_OF_REQUESTS: "summary", **arguments}
-    is_cpu = current_platform.is_cpu()
-    if is_cpu and settings.runner.pp > 1 and settings.runner.enforce_eager:
-        raise ConfigError("vLLM's pipeline stages must be compiled on a CPU: leave out --enforce-eager", param="pp")
-    environment = {
-        WORKER_PID: str(os.getpid()),
-        SCRATCH: _directory_of(arguments),
-        **(_cpu_environment(settings) if is_cpu else {}),
-    }
-    if is_cpu:
-        arguments = with_empty_slot(_with_memory(arguments))
-        if settings.group.dp > 1 or settings.group.ep:
-            environment[CPU_EXPERTS] = "1"
-    try:
-        # Already here: vLLM preloads another OpenMP if it sees none, and ranks refuse to start with two.
-        with _environment(environment):
-            config = AsyncEngineArgs(**_typed(arguments)).create_engine_config()
-    except Exception as exc:  # it raises what its parts raise
-        raise UnsupportedModelError(f"vLLM refuses this model or its arguments: {_reason(exc)}") from exc
-    if settings.engine.num_blocks:
-        tokens = settings.engine.num_blocks * settings.engine.block_size
-        config.cache_config.num_gpu_blocks_override = max(2, tokens // config.cache_config.block_size)
+    config, environment = _configure(arguments, settings)
     staging = None
     if connector == "kvrelay":
         _require_our_blocks(config, settings)
@@ -177,6 +151,36 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
         _moved(config),
         drafts,
     )
+
+
+def _configure(arguments: Mapping[str, Any], settings: WorkerConfig) -> tuple[Any, dict[str, str]]:
+    """vLLM's configuration, and the environment in which its processes start. Raises ConfigError,
+    UnsupportedModelError."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    require_known(arguments, known)
+    if arguments.get("speculative_config") and DRAFTS_OF_REQUESTS in known:
+        arguments = {DRAFTS_OF_REQUESTS: "summary", **arguments}
+    environment = {WORKER_PID: str(os.getpid()), SCRATCH: _directory_of(arguments)}
+    if current_platform.is_cpu():
+        if settings.runner.pp > 1 and settings.runner.enforce_eager:
+            raise ConfigError("vLLM's pipeline stages must be compiled on a CPU: leave out --enforce-eager", param="pp")
+        arguments = with_empty_slot(_with_memory(arguments))
+        environment |= _cpu_environment(settings)
+        if settings.group.dp > 1 or settings.group.ep:
+            environment[CPU_EXPERTS] = "1"
+    try:
+        # Already here: vLLM preloads another OpenMP if it sees none, and ranks refuse to start with two.
+        with _environment(environment):
+            config = AsyncEngineArgs(**_typed(arguments)).create_engine_config()
+    except Exception as exc:  # it raises what its parts raise
+        raise UnsupportedModelError(f"vLLM refuses this model or its arguments: {_reason(exc)}") from exc
+    if settings.engine.num_blocks:
+        tokens = settings.engine.num_blocks * settings.engine.block_size
+        config.cache_config.num_gpu_blocks_override = max(2, tokens // config.cache_config.block_size)
+    return config, environment
 
 
 def _moved(config: Any) -> KVLayout | None:
