@@ -30,7 +30,7 @@ from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError, Backend, Ba
 from kvrelay.engines.hosted.cache import MirroredCache, PlacedPrefixes
 from kvrelay.engines.hosted.calls import BackendCalls
 from kvrelay.engines.hosted.costs import HostedCosts, StepTeller
-from kvrelay.engines.hosted.handoffs import MovedHandoffs
+from kvrelay.engines.hosted.handoffs import Handoffs, MovedHandoffs
 from kvrelay.engines.hosted.load import Backoff, HostedLoad
 from kvrelay.engines.hosted.moments import (
     Moments,
@@ -120,7 +120,7 @@ class HostedEngine:
         step_times = self._load_counts.times.step
         self._costs = HostedCosts(backend.name, teller, clock, step_times, sets_pace=sets_pace)
         self._placing = Placing(self._costs, clock, config.max_num_batched_tokens, self._placed)
-        self._handoffs: MovedHandoffs | StagedHandoffs
+        self._handoffs: Handoffs
         self.lends: StagedHandoffs | None = None
         self.moves: MovedHandoffs | None = None
         if num_staging_blocks:
@@ -128,8 +128,8 @@ class HostedEngine:
                 worker_id, self, self._placing.sent, num_staging_blocks, facts.kv_layout, facts.vocab_size
             )
         else:
-            self._handoffs = MovedHandoffs(worker_id, self, self._placing.sent)
-            self.moves = self._handoffs if facts.moves_kv else None
+            self._handoffs = moved = MovedHandoffs(worker_id, self, self._placing.sent)
+            self.moves = moved if facts.moves_kv else None
 
     @property
     def schedules(self) -> None:

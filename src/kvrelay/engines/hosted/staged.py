@@ -82,14 +82,13 @@ class StagedHandoffs(Handoffs):
     def resume_handoff(
         self, handoff_id: HandoffId, loan: int, token_id: int | None, logprobs: PositionLogprobs | None
     ) -> bool:
-        blocks = self._loans.get((handoff_id, loan))
-        if blocks is None or self._remote.request_of(handoff_id) is None:
+        blocks, request = self._loans.get((handoff_id, loan)), self._remote.request_of(handoff_id)
+        if blocks is None or request is None:
             return False
         if token_id is None or not 0 <= token_id < self._vocab_size:
             self._requests.compute_handoff_here(handoff_id)
             return False
-        request = self.take(handoff_id)
-        assert request is not None
+        self.take(handoff_id)
         self._prefills.came_back(request)
         num_tokens = len(request.token_ids)
         self._requests.attach(request)
