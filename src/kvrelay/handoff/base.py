@@ -99,6 +99,7 @@ import msgspec
 from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import KV
+from kvrelay.core.window import RemoteKey
 
 Connection = Hashable
 """The side's object for a live connection to a peer. Only compared."""
@@ -136,6 +137,11 @@ class OfGrant(OfHandoff, frozen=True):
     """An event or an action of one grant of a hand-off."""
 
     generation: int
+
+    @property
+    def key(self) -> RemoteKey:
+        """By which transfers under this grant are known at the other end."""
+        return RemoteKey(str(self.handoff_id), self.generation)
 
 
 class Registered(Value, frozen=True):

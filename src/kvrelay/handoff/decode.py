@@ -191,7 +191,7 @@ class DecodeHandoff:
             regions=context.rules.regions,
             tail_tokens=context.rules.tail_tokens,
         )
-        context.out.append(de.SendGrant(grant.worker_id, grant.connection, message))
+        context.out.append(de.SendGrant(grant.worker_id, grant.connection, message, grant.loan))
 
     def not_sent(self, generation: int, context: DecodeContext) -> None:
         """The grant was not sent: its claimant will write nothing."""

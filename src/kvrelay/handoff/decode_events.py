@@ -180,11 +180,13 @@ class ChecksumHits(OfGrant, frozen=True):
 
 
 class SendGrant(Value, frozen=True):
-    """From here on ``worker_id`` may write. GrantNotSent follows if it cannot be sent."""
+    """From here on ``worker_id`` may write to the blocks of ``loan``; 0: there are none. GrantNotSent follows if it
+    cannot be sent."""
 
     worker_id: str
     connection: Connection
     message: hm.HandoffGrant
+    loan: int
 
 
 class SendToPrefill(Value, frozen=True):

@@ -242,7 +242,8 @@ class PrefillHandoff:
         self.num_in_flight += 1
         first, end = self._of_decode(load, context.rules)
         self.load = load
-        context.out.append(pe.ReadHits(self.handoff_id, load, self.grant.block_ids[first:end], first))
+        remote, generation = self.grant.block_ids[first:end], self.grant.generation
+        context.out.append(pe.ReadHits(self.handoff_id, generation, load, remote, first))
 
     def _covered(self, load: pe.RequestBlocks, rules: PrefillRules) -> pe.RequestBlocks:
         """Those of the blocks that D has whole: of a prefix it may have less by now."""

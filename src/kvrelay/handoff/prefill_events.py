@@ -202,7 +202,7 @@ class SendClaim(Value, frozen=True):
     message: hm.HandoffClaim
 
 
-class ReadHits(OfHandoff, frozen=True):
+class ReadHits(OfGrant, frozen=True):
     """Read hit blocks of D, of which ``remote_first_block`` is the first, into ours: the tokens that both hold.
 
     Blocks of the two workers may differ in size. Answered by HitsRead.

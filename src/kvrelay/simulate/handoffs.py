@@ -19,6 +19,7 @@ from kvrelay.control.redelivery import return_delay_s
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
 from kvrelay.core.layout import BlockRun
 from kvrelay.core.messages import TokenOutput
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import KvrelayError
 from kvrelay.handoff import decode_events as de
@@ -29,7 +30,7 @@ from kvrelay.handoff.messages import HandoffReleased
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.simulate.network import MODEL, TERM, Network
-from kvrelay.transfer.values import GrantRef, TransferOp
+from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.prefill.pulling import CLAIM_TIMEOUT_S, MAX_COMPUTING
 from kvrelay.worker.reporting.stats import DecodeStats
@@ -62,10 +63,9 @@ class _Pieces(NamedTuple):
 
 
 class _Plane:
-    """Turns, transfers and memory of ``side``. ``grants``: no one is refused."""
+    """Turns, transfers and memory of ``side``. No one is refused."""
 
     lock = nullcontext()
-    grants = None
 
     def __init__(self, network: Network, host: Host, side: Side[Any]) -> None:
         self.network, self.host, self._side = network, host, side
@@ -102,6 +102,12 @@ class _Plane:
         num_tokens = len((there if op is TransferOp.WRITE else here).block_ids) * block_size
         return _Pieces(num_tokens, num_tokens * self.network.costs.token_bytes)
 
+    def open_window(self, window: MemoryWindow) -> None:
+        """Nothing looks at it."""
+
+    def close_window(self, handoff: str, loan: int) -> None:
+        """Nothing was opened."""
+
     def submit(
         self,
         op: TransferOp,
@@ -112,7 +118,7 @@ class _Plane:
         on_done: Callable[[str | None], None],
         group: str | None = None,
         timeout_s: float | None = None,
-        grant: GrantRef | None = None,
+        key: RemoteKey | None = None,
     ) -> None:
         def ended(ok: bool) -> None:
             node = self.network.nodes[worker_id]

@@ -42,7 +42,7 @@ from kvrelay.handoff.messages import (
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.marks.phases import Phase
 from kvrelay.rpc.wire import Message, encode_message
-from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
+from kvrelay.transfer.values import Pieces, TransferOp
 from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.sides.ports import DecodeWorkerPort, Link, SidePorts
 from kvrelay.worker.sides.side import Side
@@ -376,19 +376,13 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
             prefix.begins(pieces.num_bytes)
         else:
             self._count(self.jobs[action.handoff_id], pieces.num_bytes)
-        worker_id, grant = action.handoff_id.decode_worker_id, self._grant_of(action.handoff_id)
-        limit_s = None if prefix is None else PREFIX_READ_TIMEOUT_S
-        self.ports.transfer.submit(TransferOp.READ, worker_id, pieces, on_done=ended, grant=grant, timeout_s=limit_s)
+        worker_id, limit_s = action.handoff_id.decode_worker_id, None if prefix is None else PREFIX_READ_TIMEOUT_S
+        self.ports.transfer.submit(TransferOp.READ, worker_id, pieces, on_done=ended, key=action.key, timeout_s=limit_s)
 
     def _hits_read(self, action: pe.ReadHits, error: str | None) -> None:
         if error is not None and action.handoff_id in self.prefixes:
             _log.warning("a prefix of %s is computed instead: %s", action.handoff_id.decode_worker_id, error)
         self.handle(pe.HitsRead(action.handoff_id, error is None))
-
-    def _grant_of(self, handoff_id: HandoffId) -> GrantRef | None:
-        """The grant that we name; under the ledger's lock."""
-        handoff = self.ledger.handoffs.get(handoff_id)
-        return None if handoff is None or handoff.grant is None else GrantRef(str(handoff_id), handoff.grant.generation)
 
     def _write(self, action: pe.Write) -> None:
         job = self.jobs[action.handoff_id]
@@ -407,8 +401,8 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
             self._marks.posted(job.name, job.num_bytes, job.num_pieces)
             done = msgspec.structs.replace(action.done, num_transferred_bytes=job.num_bytes)
             notify = encode_message(self._marks.of_prefill(done))
-        worker_id, group, grant = job.request.decode_worker_id, job.name, GrantRef(job.name, action.generation)
-        self.ports.transfer.submit(TransferOp.WRITE, worker_id, pieces, notify, on_done=ended, group=group, grant=grant)
+        worker_id, group, key = job.request.decode_worker_id, job.name, action.key
+        self.ports.transfer.submit(TransferOp.WRITE, worker_id, pieces, notify, on_done=ended, group=group, key=key)
 
     def _written(self, action: pe.Write, is_first: bool, error: str | None) -> None:
         if error is not None:
