@@ -19,6 +19,7 @@ from tests.draws import seeds
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
+from kvrelay.core.layout import BlockRun
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine import holding
@@ -154,13 +155,11 @@ class World:
         step = worker.engine.step()
         assert not step.outputs
         for load in step.kv_loads:
-            wanted = pe.LoadRequested(
-                worker.by_name[load.request_id], pe.RequestBlocks(load.first_block, load.block_ids)
-            )
+            wanted = pe.LoadRequested(worker.by_name[load.request_id], BlockRun(load.first_block, load.block_ids))
             self.tell_prefill(worker, wanted)
         for chunk in step.handoff_chunks:
             token = None if chunk.token_id is None else pe.FirstToken(chunk.token_id)
-            blocks = pe.RequestBlocks(chunk.first_block, chunk.block_ids)
+            blocks = BlockRun(chunk.first_block, chunk.block_ids)
             self.tell_prefill(worker, pe.ChunkComputed(worker.by_name[chunk.request_id], blocks, token))
 
     def tell_prefill(self, worker: Prefill, event: pe.PrefillEvent) -> None:
@@ -216,13 +215,13 @@ class World:
 
         def read() -> None:
             if ok:
-                copy_blocks(self.decode, action.remote_block_ids, worker.engine, action.blocks.block_ids)
+                copy_blocks(self.decode, action.there.block_ids, worker.engine, action.here.block_ids)
             self.tell_prefill(worker, pe.HitsRead(action.handoff_id, ok))
 
         worker.copies.append(read)
 
     def write(self, worker: Prefill, action: pe.Write) -> None:
-        copy_blocks(worker.engine, action.blocks.block_ids, self.decode, action.remote_block_ids)
+        copy_blocks(worker.engine, action.here.block_ids, self.decode, action.there.block_ids)
         done: HandoffDone | None = action.done
         if done is not None and not worker.is_dead:
             self.later(lambda: self.tell_decode(de.Done(done)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvrelay.core.handoff import KvDirection
+from kvrelay.core.layout import BlockRun
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
@@ -456,7 +457,7 @@ GRANT = HandoffGrant("h", 1, BLOCKS, 8, secret=SECRET)
 
 def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
     ledger = prefill_ledger()
-    load, chunk = pe.RequestBlocks(0, (20, 21)), pe.RequestBlocks(2, (22, 23))
+    load, chunk = BlockRun(0, (20, 21)), BlockRun(2, (22, 23))
     assert ledger.handle(pe.LoadRequested("h", load), 1.0) == []
     assert ledger.handle(pe.ChunkComputed("h", chunk), 1.0) == []
     actions = ledger.handle(pe.Granted("d", GRANT), 2.0)
@@ -471,7 +472,7 @@ def test_who_reads_a_prefix_hears_why_it_did_not_come(
     is_abandoned: bool, is_read: bool, reason: EndReason | None
 ) -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    here = pe.RequestBlocks(0, (20,))
+    here = BlockRun(0, (20,))
     ledger.handle(pe.PrefixWanted("x", "d", here, Prefix((1, 2, 3, 4)), 1, 5.0), 1.0)
     assert ledger.handle(pe.Granted("d", HandoffGrant("x", 1, (7,), 4)), 2.0) == [pe.ReadHits("x", here, (7,), 0)]
     if is_abandoned:
@@ -484,8 +485,8 @@ def test_who_reads_a_prefix_hears_why_it_did_not_come(
 def test_the_release_waits_for_what_a_failed_write_has_left_under_way() -> None:
     ledger = prefill_ledger(late_s=1.0)
     ledger.handle(pe.Granted("d", GRANT), 2.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22, 23))), 2.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(4, (24,))), 2.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22, 23))), 2.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(4, (24,))), 2.0)
     assert ledger.handle(pe.Written("h", False), 3.0) == [pe.StopComputing("h"), pe.Computed("h")]
     assert ledger.handle(pe.Written("h", False), 3.5) == [], "both may still land"
     assert ledger.next_tick_s() == 4.5
@@ -502,7 +503,7 @@ def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("d", 10.0, 3), 0.0)
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    chunk = pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS)
+    chunk = pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS)
     assert ledger.handle(chunk, 1.0) == [pe.Computed("h")]
     grant = HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3, block_size=4, secret=SECRET)
     (offer,) = ledger.handle(pe.Granted("d", grant), 2.0)
@@ -518,7 +519,7 @@ def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("d", 10.0, 3), 0.0)
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS), 1.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 1.0)
     ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3)), 2.0)
     actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.0)
     assert actions[:2] == [pe.StopComputing("h"), pe.FreeBlocks("h")]
@@ -529,7 +530,7 @@ def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
 def test_kv_that_was_computed_for_a_refused_claim_is_given_back_too() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS), 1.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 1.0)
     actions = ledger.handle(HandoffRefused("h", RefusalReason.UNKNOWN), 2.0)
     assert actions[-1] == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.REFUSED, PARAMS))
     ledger.handle(pe.ReleaseAcknowledged("h"), 3.0)
@@ -541,7 +542,7 @@ def test_kv_that_is_computed_after_the_stop_is_given_back() -> None:
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
     actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 2.0)
     assert actions[-1] == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.ABANDONED))
-    actions = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS), 3.0)
+    actions = ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 3.0)
     assert actions == [pe.SendRelease("d", HandoffReleased("h", "p", EndReason.ABANDONED, PARAMS))]
 
 
@@ -549,7 +550,7 @@ def test_an_engine_that_only_takes_blocks_gets_no_kv_transfer_params() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 0.0)
     ledger.handle(pe.Granted("d", GRANT), 2.0)
-    actions = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, ()), kv_transfer_params=PARAMS), 3.0)
+    actions = ledger.handle(pe.ChunkComputed("h", BlockRun(2, ()), kv_transfer_params=PARAMS), 3.0)
     assert pe.StopComputing("h") in actions
     assert not [action for action in actions if isinstance(action, pe.SendToDecode | pe.Write)]
 
@@ -559,21 +560,21 @@ def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=8, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 3, 12, 1, num_tokens=22), 0.0)
     ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (0, 1, 2, 3, 4, 5), 12, block_size=4)), 1.0)
-    (read,) = ledger.handle(pe.LoadRequested("h", pe.RequestBlocks(0, (30,))), 1.0)
-    assert read == pe.ReadHits("h", pe.RequestBlocks(0, (30,)), (0, 1), 0)
-    (first,) = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(1, (31,))), 1.0)
-    assert first == pe.Write("h", 1, pe.RequestBlocks(1, (31,)), (3,), None, 3)
-    _, last = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (32,)), pe.FirstToken(7)), 1.0)
+    (read,) = ledger.handle(pe.LoadRequested("h", BlockRun(0, (30,))), 1.0)
+    assert read == pe.ReadHits("h", 1, BlockRun(0, (30,)), BlockRun(0, (0, 1)))
+    (first,) = ledger.handle(pe.ChunkComputed("h", BlockRun(1, (31,))), 1.0)
+    assert first == pe.Write("h", 1, BlockRun(1, (31,)), BlockRun(3, (3,)), None)
+    _, last = ledger.handle(pe.ChunkComputed("h", BlockRun(2, (32,)), pe.FirstToken(7)), 1.0)
     assert isinstance(last, pe.Write)
-    assert (last.remote_first_block, last.remote_block_ids) == (4, (4, 5))
+    assert last.there == BlockRun(4, (4, 5))
 
 
 def test_a_chunk_that_lies_within_a_larger_block_is_written_into_a_part_of_it() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 8, 1, num_tokens=18), 0.0)
     ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (0, 1, 2), 8, block_size=8)), 1.0)
-    (write,) = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (42,))), 1.0)
-    assert write == pe.Write("h", 1, pe.RequestBlocks(2, (42,)), (1,), None, 1)
+    (write,) = ledger.handle(pe.ChunkComputed("h", BlockRun(2, (42,))), 1.0)
+    assert write == pe.Write("h", 1, BlockRun(2, (42,)), BlockRun(1, (1,)), None)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 32), (32, 16)])
@@ -584,11 +585,11 @@ def test_checksums_cover_what_the_decode_worker_lacks(ours: int, theirs: int) ->
     ledger.handle(pe.Pulled("h", "d", num_blocks, 32, 1, num_tokens=75), 0.0)
     grant = HandoffGrant("h", 1, granted, 32, checksums=(10, 11), block_size=theirs)
     ledger.handle(pe.Granted("d", grant), 1.0)
-    load = pe.RequestBlocks(0, tuple(range(32 // ours)))
+    load = BlockRun(0, tuple(range(32 // ours)))
     ledger.handle(pe.LoadRequested("h", load), 1.0)
     assert ledger.handle(pe.HitsRead("h", True), 1.0) == [pe.VerifyHits("h", load, (10, 11))]
     ledger.handle(pe.HitsVerified("h", True), 1.0)
-    rest = pe.RequestBlocks(32 // ours, tuple(range(32 // ours, num_blocks)))
+    rest = BlockRun(32 // ours, tuple(range(32 // ours, num_blocks)))
     ledger.handle(pe.ChunkComputed("h", rest, pe.FirstToken(7)), 1.0)
     of_blocks = tuple(range(20, 20 + len(rest.block_ids) * ours // 16))
     (write,) = ledger.handle(pe.ChunkChecksummed("h", of_blocks), 1.0)
@@ -625,7 +626,7 @@ def test_pull_reads_from_blocks_of_another_size(theirs: int, kept: tuple[int, ..
 def test_blocks_are_free_when_the_last_write_has_ended() -> None:
     ledger = prefill_ledger()
     ledger.handle(pe.Granted("d", GRANT), 1.0)
-    computed, written = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
+    computed, written = ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
     assert computed == pe.Computed("h")
     assert isinstance(written, pe.Write)
     assert written.done == HandoffDone("h", 1, 7, None, 0, 2.0, secret=SECRET)
@@ -640,7 +641,7 @@ def test_a_prefill_took_as_long_as_the_engine_was_at_it(granted_s: float) -> Non
     events: list[tuple[float, Any]] = []
     for name, pulled_s, computed_s in (("a", 0.0, 3.0), ("b", 0.0, 5.0), ("c", 6.0, 7.0)):
         grant = pe.Granted("d", HandoffGrant(name, 1, (0,), 0, secret=SECRET))
-        chunk = pe.ChunkComputed(name, pe.RequestBlocks(0, (len(events),)), pe.FirstToken(7))
+        chunk = pe.ChunkComputed(name, BlockRun(0, (len(events),)), pe.FirstToken(7))
         times = pulled_s, max(pulled_s, granted_s), computed_s
         events += zip(times, (pe.Pulled(name, "d", 1, 0, 1, num_tokens=4), grant, chunk))
     actions = [action for time_s, event in sorted(events, key=itemgetter(0)) for action in ledger.handle(event, time_s)]
@@ -652,7 +653,7 @@ def sent_ledger() -> PrefillLedger:
     """Everything is computed; the last write is under way."""
     ledger = prefill_ledger()
     ledger.handle(pe.Granted("d", GRANT), 1.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
     return ledger
 
 
@@ -799,7 +800,7 @@ def test_a_decode_worker_that_discovery_never_listed_is_told_for_a_limited_time(
     ledger.handle(pe.Pulled("h", "d", 1, 0, 1), 0.0)
     if is_sent:
         ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (7,), 0)), 0.0)
-        ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, (5,)), pe.FirstToken(7)), 10.0)
+        ledger.handle(pe.ChunkComputed("h", BlockRun(0, (5,)), pe.FirstToken(7)), 10.0)
         ledger.handle(pe.Written("h", True), 10.0)
     else:
         ledger.handle(pe.Cancelled("h"), 10.0)
@@ -832,14 +833,14 @@ def test_an_entry_that_is_delivered_again_is_settled_only() -> None:
 def test_what_could_not_be_read_is_computed() -> None:
     ledger = prefill_ledger()
     ledger.handle(pe.Granted("d", GRANT), 1.0)
-    ledger.handle(pe.LoadRequested("h", pe.RequestBlocks(0, (20, 21))), 1.0)
+    ledger.handle(pe.LoadRequested("h", BlockRun(0, (20, 21))), 1.0)
     assert ledger.handle(pe.HitsRead("h", False), 2.0) == [pe.ReportLoaded("h", False)]
 
 
 def test_a_lost_lease_stops_everything_and_waits_for_what_moves() -> None:
     ledger = prefill_ledger()
     ledger.handle(pe.Granted("d", GRANT), 1.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22,))), 1.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22,))), 1.0)
     assert ledger.handle(LeaseLost(), 2.0) == [pe.StopComputing("h"), pe.Computed("h")]
     actions = ledger.handle(pe.Written("h", False), 3.0)
     assert actions[:2] == [pe.FreeBlocks("h"), pe.Settle("h", EndReason.LEASE_LOST)]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.core.layout import BlockRun
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, LeaseEnded, RefusalReason, Registered, Tick
@@ -205,23 +206,23 @@ def grant(num_cached_tokens: int, block_ids: tuple[int, ...] = BLOCKS) -> pe.Gra
 
 
 def writes(actions: list[Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(a.blocks.block_ids, a.remote_block_ids) for a in actions if isinstance(a, pe.Write)]
+    return [(a.here.block_ids, a.there.block_ids) for a in actions if isinstance(a, pe.Write)]
 
 
 def test_only_what_the_decode_worker_lacks_is_written() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, (10, 11))), 0.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(0, (10, 11))), 0.0)
     assert writes(ledger.handle(grant(12), 0.1)) == []
-    last = pe.ChunkComputed("h", pe.RequestBlocks(2, (12, 13, 14)), pe.FirstToken(7))
+    last = pe.ChunkComputed("h", BlockRun(2, (12, 13, 14)), pe.FirstToken(7))
     (write,) = [action for action in ledger.handle(last, 0.2) if isinstance(action, pe.Write)]
-    assert (write.blocks, write.remote_block_ids) == (pe.RequestBlocks(3, (13, 14)), (3, 4))
+    assert (write.here, write.there.block_ids) == (BlockRun(3, (13, 14)), (3, 4))
     assert write.done is not None
 
 
 def test_a_chunk_that_is_computed_after_the_grant_is_trimmed_too() -> None:
     ledger = prefill_ledger()
     ledger.handle(grant(4), 0.1)
-    assert writes(ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, (10, 11))), 0.2)) == [((11,), (1,))]
+    assert writes(ledger.handle(pe.ChunkComputed("h", BlockRun(0, (10, 11))), 0.2)) == [((11,), (1,))]
 
 
 @pytest.mark.parametrize("num_cached_tokens", [-4, 3, 20, 24])

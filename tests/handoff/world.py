@@ -38,6 +38,7 @@ from tests.handoff.plane import DecodePlane, PrefillPlane, Reader, Stage
 
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import FIRST_PREFIX, HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.layout import BlockRun
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
@@ -416,7 +417,7 @@ class World(Hazards, Memory):
             p.engine[handoff_id] = ("loading",)
             p.held |= {handoff_id}
             prefix = Prefix(tuple(range(scenario.num_hit_blocks)))
-            wanted = pe.PrefixWanted(handoff_id, "d", pe.RequestBlocks(0, hits), prefix, p.lease.term, 1)
+            wanted = pe.PrefixWanted(handoff_id, "d", BlockRun(0, hits), prefix, p.lease.term, 1)
             p.side.read_prefix(Reader(p.plane, handoff_id), wanted)
             return
         if step == "load":

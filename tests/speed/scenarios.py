@@ -30,6 +30,7 @@ from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.hashing import compute_sequence_hashes
+from kvrelay.core.layout import BlockRun
 from kvrelay.core.messages import OutputBatch, Ping, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerInfo
@@ -218,7 +219,7 @@ def ledgers(directory: Path) -> Measured:
         prefill.handle(pe.Granted("d", HandoffGrant(name, 1, blocks, 0, secret=9)), 0.0)
         for first in range(0, len(blocks), 4):
             token = pe.FirstToken(7) if first + 4 == len(blocks) else None
-            prefill.handle(pe.ChunkComputed(name, pe.RequestBlocks(first, blocks[first : first + 4]), token), 0.0)
+            prefill.handle(pe.ChunkComputed(name, BlockRun(first, blocks[first : first + 4]), token), 0.0)
             prefill.handle(pe.Written(name, True), 0.0)
         prefill.handle(HandoffFetched(name, 1), 0.0)
         assert name not in prefill.handoffs

@@ -11,6 +11,7 @@ from tests.handoff.scenarios import SCENARIOS
 
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.layout import BlockRun
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import KvLoad, StepOutput
 from kvrelay.errors import InvalidInputError, KvrelayError, ProtocolError, WorkerUnavailableError
@@ -174,7 +175,7 @@ def test_only_what_no_way_leads_to_may_be_tried_from_elsewhere(error: KvrelayErr
 
 
 def test_kv_is_neither_read_nor_written_between_memories_that_are_not_connected_or_do_not_fit() -> None:
-    side, handoff_id, blocks = Recording(), HandoffId("d", 1), pe.RequestBlocks(0, (1,))
+    side, handoff_id, blocks = Recording(), HandoffId("d", 1), BlockRun(0, (1,))
     side.pull()
     side.ledger.handoffs[handoff_id] = SimpleNamespace(decode_block_size=lambda rules: 4)  # type: ignore[assignment]
     later: list[Callable[[], None]] = []

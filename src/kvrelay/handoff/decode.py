@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvrelay.core.handoff import HandoffId, KvDirection
+from kvrelay.core.layout import BlockRun
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import messages as hm
@@ -293,13 +294,9 @@ class DecodeHandoff:
         if message.kv_transfer_params is not None:
             self._move(DecodeState.READING)
             self.is_touched = True
-            context.out.append(
-                de.Fetch(
-                    self.handoff_id, grant.generation, grant.worker_id, (), (), 0, 0, 0, message.kv_transfer_params
-                )
-            )
+            params = message.kv_transfer_params
+            context.out.append(de.Fetch(self.handoff_id, grant.generation, grant.worker_id, kv_transfer_params=params))
             return
-        missing = self.block_ids[self.num_hit_blocks :]
         ours, theirs = context.rules.block_size, grant.block_size or context.rules.block_size
         num_tokens = self.num_tokens or len(self.block_ids) * ours
         first = self.num_hit_blocks * ours // theirs if theirs > 0 else 0
@@ -308,10 +305,9 @@ class DecodeHandoff:
             return
         self._move(DecodeState.READING)
         self.is_touched = True
-        hits, blocks = self.num_hit_blocks, message.block_ids
-        context.out.append(
-            de.Fetch(self.handoff_id, grant.generation, grant.worker_id, blocks, missing, first, hits, theirs)
-        )
+        here = BlockRun(self.num_hit_blocks, self.block_ids[self.num_hit_blocks :])
+        there = BlockRun(first, message.block_ids)
+        context.out.append(de.Fetch(self.handoff_id, grant.generation, grant.worker_id, here, there, theirs))
 
     def read_ended(self, generation: int, ok: bool, context: DecodeContext) -> None:
         """Pull: our read has ended, so P may free its blocks."""

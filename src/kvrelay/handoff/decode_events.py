@@ -7,6 +7,7 @@ are answered by the event named in their docstring, exactly once, after any time
 from __future__ import annotations
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.core.layout import BlockRun
 from kvrelay.handoff import messages as hm
 from kvrelay.handoff.base import (
     Connection,
@@ -197,19 +198,16 @@ class SendToPrefill(Value, frozen=True):
 
 
 class Fetch(OfGrant, frozen=True):
-    """Pull: read P's blocks, of which ``remote_first_block`` is the request's first, into ours from ``first_block`` on:
-    the tokens that both hold. P's blocks hold ``remote_block_size`` tokens.
+    """Pull: read P's blocks (``there``), of ``remote_block_size`` tokens each, into ours: the tokens that both hold.
 
     With ``kv_transfer_params`` there are no blocks: the engine reads, as they say. Answered by FetchEnded, when no part
     of it moves any more.
     """
 
     worker_id: str
-    remote_block_ids: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    remote_first_block: int
-    first_block: int
-    remote_block_size: int
+    here: BlockRun = BlockRun(0, ())
+    there: BlockRun = BlockRun(0, ())
+    remote_block_size: int = 0
     kv_transfer_params: bytes | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
+from kvrelay.core.layout import BlockRun
 from kvrelay.engine.request import MoveListener, PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
 from kvrelay.handoff import decode_events as de
@@ -68,4 +69,4 @@ def chunk_computed(handoff_id: HandoffId, chunk: HandoffChunk) -> pe.ChunkComput
     if chunk.last and params is None:
         # An engine that gets the KV by itself also samples the first token.
         token = pe.FirstToken(chunk.token_id, chunk.logprobs)
-    return pe.ChunkComputed(handoff_id, pe.RequestBlocks(chunk.first_block, chunk.block_ids), token, params)
+    return pe.ChunkComputed(handoff_id, BlockRun(chunk.first_block, chunk.block_ids), token, params)

@@ -21,7 +21,6 @@ from typing import Any
 
 from kvrelay.core.handoff import HandoffId, KvDirection, RemotePrefillRequest
 from kvrelay.core.latest import Latest
-from kvrelay.core.layout import BlockRun
 from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.engine.contract import Engine, require
 from kvrelay.engine.step import StepOutput
@@ -31,7 +30,7 @@ from kvrelay.handoff.base import Connection
 from kvrelay.handoff.conduct import MAX_FAILURES
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeState
-from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
+from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased, ToDecode
 from kvrelay.marks.phases import Phase
 from kvrelay.rpc.wire import decode_message
 from kvrelay.transfer.values import TransferOp
@@ -44,7 +43,6 @@ from kvrelay.worker.translation import opened
 _log = logging.getLogger(__name__)
 
 MAX_FETCHED = 1024
-FromPrefillSide = HandoffClaim | HandoffProgress | HandoffDone | HandoffReady | HandoffReleased
 
 
 class DecodePorts(SidePorts):
@@ -211,7 +209,7 @@ class IncomingHandoffs(Side[de.DecodeEvent]):
 
     # -- prefill workers ----------------------------------------------------------------------------------------------
 
-    def on_message(self, connection: Connection, message: FromPrefillSide) -> None:
+    def on_message(self, connection: Connection, message: ToDecode) -> None:
         """A message of a prefill worker, whose caller may send it."""
         match message:
             case HandoffClaim():
@@ -310,16 +308,15 @@ class IncomingHandoffs(Side[de.DecodeEvent]):
         if error is not None or not self._is_wanted(action):
             self._read_ended(action, "nobody waits for it any more" if error is None else error.message)
             return
-        here = BlockRun(action.first_block, action.block_ids)
-        there = BlockRun(action.remote_first_block, action.remote_block_ids)
-        pieces = self.ports.memory.pieces(TransferOp.READ, action.worker_id, here, there, action.remote_block_size)
+        worker_id, size = action.worker_id, action.remote_block_size
+        pieces = self.ports.memory.pieces(TransferOp.READ, worker_id, action.here, action.there, size)
         if pieces is None:
             self._read_ended(action, "its blocks do not fit the memory that it has registered")
             return
         self._stats.num_received_bytes += pieces.num_bytes
         self._marks.posted(str(action.handoff_id), pieces.num_bytes, pieces.num_pieces)
         ended = partial(self._read_ended, action)
-        self.ports.transfer.submit(TransferOp.READ, action.worker_id, pieces, on_done=ended, key=action.key)
+        self.ports.transfer.submit(TransferOp.READ, worker_id, pieces, on_done=ended, key=action.key)
 
     def _read_ended(self, action: de.Fetch, error: str | None) -> None:
         self._marks.add(str(action.handoff_id), Phase.TRANSFER_ENDED)

@@ -21,7 +21,7 @@ from kvrelay.core.layout import BlockRun
 from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.engine.contract import Engine
 from kvrelay.errors import KvrelayError
-from kvrelay.handoff.messages import HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
+from kvrelay.handoff.messages import HandoffReleased, HandoffReport
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer.values import Pieces, TransferOp
 
@@ -125,7 +125,7 @@ class DecodeWorkerPort(Protocol):
         """Connect to the worker and its memory if need be, then ``then(link, None)``, perhaps at once, or
         ``then(None, error)``, later."""
 
-    def tell(self, worker_id: str, message: HandoffProgress | HandoffDone | HandoffReady) -> None:
+    def tell(self, worker_id: str, message: HandoffReport) -> None:
         """Connect if need be, and send; nothing if that fails, or while the hand-off's last message still waits."""
 
     def release(self, worker_id: str, message: HandoffReleased, heard: Callable[[], None]) -> None:

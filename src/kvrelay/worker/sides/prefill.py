@@ -33,11 +33,11 @@ from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.messages import (
     HandoffAbandon,
-    HandoffFetched,
     HandoffGrant,
     HandoffReady,
     HandoffRecall,
     HandoffRefused,
+    ToPrefill,
 )
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.marks.phases import Phase
@@ -283,7 +283,7 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
 
     def on_message(self, worker_id: str, message: Message) -> None:
         """A message of a decode worker. A hand-off's id is valid only from the worker that it names."""
-        if not isinstance(message, HandoffGrant | HandoffRefused | HandoffRecall | HandoffAbandon | HandoffFetched):
+        if not isinstance(message, ToPrefill):
             _log.warning("%s sent an unexpected %s", worker_id, type(message).__name__)
         elif message.handoff_id.decode_worker_id != worker_id:
             _log.warning(
@@ -327,7 +327,7 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
     def _load(self, load: KvLoad) -> None:
         handoff_id = self._by_name.get(load.request_id)
         if handoff_id is not None:
-            self.handle(pe.LoadRequested(handoff_id, pe.RequestBlocks(load.first_block, load.block_ids)))
+            self.handle(pe.LoadRequested(handoff_id, BlockRun(load.first_block, load.block_ids)))
 
     def _chunk(self, chunk: HandoffChunk) -> None:
         handoff_id = self._by_name.get(chunk.request_id)
@@ -412,10 +412,8 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         self.handle(pe.Written(action.handoff_id, error is None))
 
     def _pieces(self, op: TransferOp, action: pe.ReadHits | pe.Write) -> Pieces | None:
-        here = BlockRun(action.blocks.first_block, action.blocks.block_ids)
-        there = BlockRun(action.remote_first_block, action.remote_block_ids)
         theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
-        return self.ports.memory.pieces(op, action.handoff_id.decode_worker_id, here, there, theirs)
+        return self.ports.memory.pieces(op, action.handoff_id.decode_worker_id, action.here, action.there, theirs)
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes
