@@ -130,11 +130,7 @@ class World:
             if worker is None:
                 return
             match message:
-                case HandoffGrant():
-                    self.tell_prefill(worker, pe.Granted("d", message))
-                case HandoffAbandon():
-                    self.tell_prefill(worker, pe.Abandoned("d", message))
-                case HandoffRefused() | HandoffFetched():
+                case HandoffGrant() | HandoffAbandon() | HandoffRefused() | HandoffFetched():
                     self.tell_prefill(worker, message)
 
         self.later(deliver)

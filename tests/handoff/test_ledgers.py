@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.core.handoff import KvDirection
+from kvrelay.core.handoff import HandoffId, KvDirection
 from kvrelay.core.layout import BlockRun
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
@@ -342,7 +342,8 @@ def test_pull_without_room_waits_for_it() -> None:
         assert ledger.handle(de.Offered(foreign, "to q"), 1.5) == [abandon], "only the claimant offers KV"
     assert ledger.handle(ready, 2.0) == [de.AllocateLoan("h", 1)]
     assert ledger.handle(ready, 2.5) == [], "P repeats it"
-    assert ledger.handle(de.LoanAllocated("h", 1, (3, 4)), 3.0) == [de.Fetch("h", 1, "p", (8, 9), (3, 4), 0, 0, 4)]
+    here, there = BlockRun(0, (3, 4)), BlockRun(0, (8, 9))
+    assert ledger.handle(de.LoanAllocated("h", 1, (3, 4)), 3.0) == [de.Fetch("h", 1, "p", here, there, 4)]
     actions = ledger.handle(de.FetchEnded("h", 1, True), 4.0)
     assert actions[-2:] == [de.Resume("h", "r", 1, ready.message), de.EndLoan("h", 1)]
 
@@ -380,7 +381,7 @@ def engine_pull() -> tuple[DecodeLedger, de.Offered]:
 
 def test_an_engine_that_moves_kv_itself_reads_by_its_params_without_blocks() -> None:
     ledger, ready = engine_pull()
-    assert ledger.handle(ready, 2.0) == [de.Fetch("h", 1, "p", (), (), 0, 0, 0, PARAMS)]
+    assert ledger.handle(ready, 2.0) == [de.Fetch("h", 1, "p", kv_transfer_params=PARAMS)]
     assert ledger.handle(ready, 3.0) == [], "P repeats it until it hears of the end"
     fetched, resume = ledger.handle(de.FetchEnded("h", 1, True), 4.0)
     assert fetched == de.SendToPrefill("to p", HandoffFetched("h", 1))
@@ -460,8 +461,9 @@ def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
     load, chunk = BlockRun(0, (20, 21)), BlockRun(2, (22, 23))
     assert ledger.handle(pe.LoadRequested("h", load), 1.0) == []
     assert ledger.handle(pe.ChunkComputed("h", chunk), 1.0) == []
-    actions = ledger.handle(pe.Granted("d", GRANT), 2.0)
-    assert actions == [pe.ReadHits("h", load, (0, 1), 0), pe.Write("h", 1, chunk, (2, 3), None, 2)]
+    actions = ledger.handle(GRANT, 2.0)
+    read, write = pe.ReadHits("h", 1, load, BlockRun(0, (0, 1))), pe.Write("h", 1, chunk, BlockRun(2, (2, 3)), None)
+    assert actions == [read, write]
 
 
 @pytest.mark.parametrize(
@@ -474,9 +476,9 @@ def test_who_reads_a_prefix_hears_why_it_did_not_come(
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     here = BlockRun(0, (20,))
     ledger.handle(pe.PrefixWanted("x", "d", here, Prefix((1, 2, 3, 4)), 1, 5.0), 1.0)
-    assert ledger.handle(pe.Granted("d", HandoffGrant("x", 1, (7,), 4)), 2.0) == [pe.ReadHits("x", here, (7,), 0)]
+    assert ledger.handle(HandoffGrant("x", 1, (7,), 4), 2.0) == [pe.ReadHits("x", 1, here, BlockRun(0, (7,)))]
     if is_abandoned:
-        assert ledger.handle(pe.Abandoned("d", HandoffAbandon("x", 1)), 3.0) == [], "it still writes into our blocks"
+        assert ledger.handle(HandoffAbandon("x", 1), 3.0) == [], "it still writes into our blocks"
     loaded, released = ledger.handle(pe.HitsRead("x", is_read), 4.0)
     assert loaded == pe.ReportLoaded("x", reason is None, int(reason is None), reason)
     assert isinstance(released, pe.SendRelease)
@@ -484,7 +486,7 @@ def test_who_reads_a_prefix_hears_why_it_did_not_come(
 
 def test_the_release_waits_for_what_a_failed_write_has_left_under_way() -> None:
     ledger = prefill_ledger(late_s=1.0)
-    ledger.handle(pe.Granted("d", GRANT), 2.0)
+    ledger.handle(GRANT, 2.0)
     ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22, 23))), 2.0)
     ledger.handle(pe.ChunkComputed("h", BlockRun(4, (24,))), 2.0)
     assert ledger.handle(pe.Written("h", False), 3.0) == [pe.StopComputing("h"), pe.Computed("h")]
@@ -506,7 +508,7 @@ def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
     chunk = pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS)
     assert ledger.handle(chunk, 1.0) == [pe.Computed("h")]
     grant = HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3, block_size=4, secret=SECRET)
-    (offer,) = ledger.handle(pe.Granted("d", grant), 2.0)
+    (offer,) = ledger.handle(grant, 2.0)
     assert isinstance(offer, pe.SendToDecode)
     assert offer.message == HandoffReady("h", 1, (), None, None, 1.0, secret=SECRET, kv_transfer_params=PARAMS)
     for other in (pe.Recalled("h", 1), pe.DecodeConnectionLost("d"), HandoffFetched("h", 2)):
@@ -520,8 +522,8 @@ def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
     ledger.handle(Registered("d", 10.0, 3), 0.0)
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
     ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 1.0)
-    ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3)), 2.0)
-    actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.0)
+    ledger.handle(HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3), 2.0)
+    actions = ledger.handle(HandoffAbandon("h", 1), 3.0)
     assert actions[:2] == [pe.StopComputing("h"), pe.FreeBlocks("h")]
     release = HandoffReleased("h", "p", EndReason.ABANDONED, PARAMS)
     assert actions[-1] == pe.SendRelease("d", release), "only D's engine can have it freed"
@@ -540,7 +542,7 @@ def test_kv_that_was_computed_for_a_refused_claim_is_given_back_too() -> None:
 def test_kv_that_is_computed_after_the_stop_is_given_back() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 2.0)
+    actions = ledger.handle(HandoffAbandon("h", 1), 2.0)
     assert actions[-1] == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.ABANDONED))
     actions = ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 3.0)
     assert actions == [pe.SendRelease("d", HandoffReleased("h", "p", EndReason.ABANDONED, PARAMS))]
@@ -549,7 +551,7 @@ def test_kv_that_is_computed_after_the_stop_is_given_back() -> None:
 def test_an_engine_that_only_takes_blocks_gets_no_kv_transfer_params() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 0.0)
-    ledger.handle(pe.Granted("d", GRANT), 2.0)
+    ledger.handle(GRANT, 2.0)
     actions = ledger.handle(pe.ChunkComputed("h", BlockRun(2, ()), kv_transfer_params=PARAMS), 3.0)
     assert pe.StopComputing("h") in actions
     assert not [action for action in actions if isinstance(action, pe.SendToDecode | pe.Write)]
@@ -559,7 +561,7 @@ def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:
     """D has blocks of 4 tokens, ours have 8; D holds the first 12 of 22 tokens."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=8, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 3, 12, 1, num_tokens=22), 0.0)
-    ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (0, 1, 2, 3, 4, 5), 12, block_size=4)), 1.0)
+    ledger.handle(HandoffGrant("h", 1, (0, 1, 2, 3, 4, 5), 12, block_size=4), 1.0)
     (read,) = ledger.handle(pe.LoadRequested("h", BlockRun(0, (30,))), 1.0)
     assert read == pe.ReadHits("h", 1, BlockRun(0, (30,)), BlockRun(0, (0, 1)))
     (first,) = ledger.handle(pe.ChunkComputed("h", BlockRun(1, (31,))), 1.0)
@@ -572,7 +574,7 @@ def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:
 def test_a_chunk_that_lies_within_a_larger_block_is_written_into_a_part_of_it() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 8, 1, num_tokens=18), 0.0)
-    ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (0, 1, 2), 8, block_size=8)), 1.0)
+    ledger.handle(HandoffGrant("h", 1, (0, 1, 2), 8, block_size=8), 1.0)
     (write,) = ledger.handle(pe.ChunkComputed("h", BlockRun(2, (42,))), 1.0)
     assert write == pe.Write("h", 1, BlockRun(2, (42,)), BlockRun(1, (1,)), None)
 
@@ -584,7 +586,7 @@ def test_checksums_cover_what_the_decode_worker_lacks(ours: int, theirs: int) ->
     num_blocks, granted = -(-75 // ours), tuple(range(-(-75 // theirs)))
     ledger.handle(pe.Pulled("h", "d", num_blocks, 32, 1, num_tokens=75), 0.0)
     grant = HandoffGrant("h", 1, granted, 32, checksums=(10, 11), block_size=theirs)
-    ledger.handle(pe.Granted("d", grant), 1.0)
+    ledger.handle(grant, 1.0)
     load = BlockRun(0, tuple(range(32 // ours)))
     ledger.handle(pe.LoadRequested("h", load), 1.0)
     assert ledger.handle(pe.HitsRead("h", True), 1.0) == [pe.VerifyHits("h", load, (10, 11))]
@@ -618,14 +620,14 @@ def test_pull_reads_from_blocks_of_another_size(theirs: int, kept: tuple[int, ..
         ledger.handle(claim(block_size=theirs), 1.0)
         actions = ledger.handle(de.Offered(HandoffReady("h", 1, block_ids, 7, None, 0.0, secret=SECRET), "to p"), 2.0)
         if block_ids == kept:
-            assert actions == [de.Fetch("h", 1, "p", kept, (1, 2), 8 // theirs, 1, theirs)]
+            assert actions == [de.Fetch("h", 1, "p", BlockRun(1, (1, 2)), BlockRun(8 // theirs, kept), theirs)]
         else:
             assert not any(isinstance(action, de.Fetch) for action in actions)
 
 
 def test_blocks_are_free_when_the_last_write_has_ended() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    ledger.handle(GRANT, 1.0)
     computed, written = ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
     assert computed == pe.Computed("h")
     assert isinstance(written, pe.Write)
@@ -640,7 +642,7 @@ def test_a_prefill_took_as_long_as_the_engine_was_at_it(granted_s: float) -> Non
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     events: list[tuple[float, Any]] = []
     for name, pulled_s, computed_s in (("a", 0.0, 3.0), ("b", 0.0, 5.0), ("c", 6.0, 7.0)):
-        grant = pe.Granted("d", HandoffGrant(name, 1, (0,), 0, secret=SECRET))
+        grant = HandoffGrant(name, 1, (0,), 0, secret=SECRET)
         chunk = pe.ChunkComputed(name, BlockRun(0, (len(events),)), pe.FirstToken(7))
         times = pulled_s, max(pulled_s, granted_s), computed_s
         events += zip(times, (pe.Pulled(name, "d", 1, 0, 1, num_tokens=4), grant, chunk))
@@ -652,7 +654,7 @@ def test_a_prefill_took_as_long_as_the_engine_was_at_it(granted_s: float) -> Non
 def sent_ledger() -> PrefillLedger:
     """Everything is computed; the last write is under way."""
     ledger = prefill_ledger()
-    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    ledger.handle(GRANT, 1.0)
     ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
     return ledger
 
@@ -679,7 +681,7 @@ def test_done_may_be_heard_before_its_write_is_known_to_have_ended() -> None:
 def test_an_abandon_that_crosses_done_is_answered_until_that_is_heard() -> None:
     ledger = sent_ledger()
     ledger.handle(pe.Written("h", True), 3.0)
-    (said,) = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.1)
+    (said,) = ledger.handle(HandoffAbandon("h", 1), 3.1)
     assert isinstance(said, pe.SendRelease)
     assert ledger.num_in(PrefillState.RELEASING) == 1
     ledger.handle(pe.ReleaseAcknowledged("h"), 3.2)
@@ -699,7 +701,7 @@ def test_done_for_a_decode_worker_that_has_been_gone_for_long_is_forgotten() -> 
 
 def test_a_decode_worker_hears_that_its_prefill_is_being_computed() -> None:
     ledger = prefill_ledger(progress_s=2.0)
-    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    ledger.handle(GRANT, 1.0)
     said = [pe.SendToDecode("d", HandoffProgress("h", 1, SECRET))]
     assert ledger.handle(Tick(), 2.9) == []
     assert ledger.handle(Tick(), 3.0) == said
@@ -729,7 +731,7 @@ def test_a_refused_claim_costs_a_prefill_and_needs_no_release() -> None:
 )
 def test_a_grant_that_does_not_fit_is_given_up(grant: HandoffGrant) -> None:
     ledger = prefill_ledger()
-    released = ledger.handle(pe.Granted("d", grant), 1.0)[-1]
+    released = ledger.handle(grant, 1.0)[-1]
     assert released == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.BAD_GRANT))
 
 
@@ -797,32 +799,33 @@ def test_releases_for_a_decode_worker_that_has_been_gone_for_long_are_forgotten(
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_a_decode_worker_that_discovery_never_listed_is_told_for_a_limited_time(is_sent: bool) -> None:
     ledger = PrefillLedger(PrefillRules(4, "same", worker_id="p", gone_for_s=30.0))
-    ledger.handle(pe.Pulled("h", "d", 1, 0, 1), 0.0)
+    handoff_id = HandoffId("d", 1)
+    ledger.handle(pe.Pulled(handoff_id, "d", 1, 0, 1), 0.0)
     if is_sent:
-        ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (7,), 0)), 0.0)
-        ledger.handle(pe.ChunkComputed("h", BlockRun(0, (5,)), pe.FirstToken(7)), 10.0)
-        ledger.handle(pe.Written("h", True), 10.0)
+        ledger.handle(HandoffGrant(handoff_id, 1, (7,), 0), 0.0)
+        ledger.handle(pe.ChunkComputed(handoff_id, BlockRun(0, (5,)), pe.FirstToken(7)), 10.0)
+        ledger.handle(pe.Written(handoff_id, True), 10.0)
     else:
-        ledger.handle(pe.Cancelled("h"), 10.0)
+        ledger.handle(pe.Cancelled(handoff_id), 10.0)
     repeated = pe.SendToDecode if is_sent else pe.SendRelease
     assert any(isinstance(action, repeated) for action in ledger.handle(Tick(), 39.9))
     assert ledger.handle(Tick(), 45.0) == []
     assert not ledger.handoffs
-    answer = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 50.0)
+    answer = ledger.handle(HandoffAbandon(handoff_id, 1), 50.0)
     assert [type(action) for action in answer] == [pe.SendRelease], "it may ask later"
 
 
 def test_an_abandon_that_overtakes_its_grant_counts() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 1.0)
-    assert ledger.handle(pe.Granted("d", GRANT), 1.0) == []
+    ledger.handle(HandoffAbandon("h", 1), 1.0)
+    assert ledger.handle(GRANT, 1.0) == []
     assert ledger.counters.num_abandoned == 1
 
 
 def test_an_abandon_of_something_unknown_is_answered() -> None:
-    (said,) = prefill_ledger().handle(pe.Abandoned("d", HandoffAbandon("other", 3)), 1.0)
+    (said,) = prefill_ledger().handle(HandoffAbandon(HandoffId("d", 3), 3), 1.0)
     assert isinstance(said, pe.SendRelease)
-    assert (said.worker_id, said.message.handoff_id) == ("d", "other")
+    assert (said.worker_id, said.message.handoff_id) == ("d", HandoffId("d", 3))
 
 
 def test_an_entry_that_is_delivered_again_is_settled_only() -> None:
@@ -832,14 +835,14 @@ def test_an_entry_that_is_delivered_again_is_settled_only() -> None:
 
 def test_what_could_not_be_read_is_computed() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    ledger.handle(GRANT, 1.0)
     ledger.handle(pe.LoadRequested("h", BlockRun(0, (20, 21))), 1.0)
     assert ledger.handle(pe.HitsRead("h", False), 2.0) == [pe.ReportLoaded("h", False)]
 
 
 def test_a_lost_lease_stops_everything_and_waits_for_what_moves() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    ledger.handle(GRANT, 1.0)
     ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22,))), 1.0)
     assert ledger.handle(LeaseLost(), 2.0) == [pe.StopComputing("h"), pe.Computed("h")]
     actions = ledger.handle(pe.Written("h", False), 3.0)
@@ -899,6 +902,6 @@ def test_a_move_that_the_table_does_not_have_raises(monkeypatch: pytest.MonkeyPa
     ledger = prefill_ledger()
     monkeypatch.setitem(PREFILL_TRANSITIONS, ledger.handoffs["h"].state, frozenset())
     with pytest.raises(IllegalTransitionError):
-        ledger.handle(pe.Granted("d", GRANT), 2.0)
+        ledger.handle(GRANT, 2.0)
     assert set(PREFILL_TRANSITIONS) == set(PrefillState)
     assert set(DECODE_TRANSITIONS) == set(DecodeState)

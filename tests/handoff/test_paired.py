@@ -202,7 +202,7 @@ def prefill_ledger(**rules: float) -> PrefillLedger:
 
 
 def grant(num_cached_tokens: int, block_ids: tuple[int, ...] = BLOCKS) -> pe.Granted:
-    return pe.Granted("d", HandoffGrant("h", 1, block_ids, num_cached_tokens))
+    return HandoffGrant("h", 1, block_ids, num_cached_tokens)
 
 
 def writes(actions: list[Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -216,7 +216,7 @@ def ledgers(directory: Path) -> Measured:
 
     def at_prefill(name: str) -> None:
         prefill.handle(pe.Pulled(name, "d", len(blocks), 0, 1, num_tokens=256), 0.0)
-        prefill.handle(pe.Granted("d", HandoffGrant(name, 1, blocks, 0, secret=9)), 0.0)
+        prefill.handle(HandoffGrant(name, 1, blocks, 0, secret=9), 0.0)
         for first in range(0, len(blocks), 4):
             token = pe.FirstToken(7) if first + 4 == len(blocks) else None
             prefill.handle(pe.ChunkComputed(name, BlockRun(first, blocks[first : first + 4]), token), 0.0)

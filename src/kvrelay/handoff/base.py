@@ -21,7 +21,7 @@ The way of a hand-off (push; pull differs from "computed" on):
       entry ──queue (decode-first), or the router────────> Pulled: the engine begins to compute at once
       Claimed   <────────────── HandoffClaim ───────────── the claim is under way meanwhile
       generation += 1
-                ─────────────── HandoffGrant ────────────> Granted: only now are hit blocks read from D,
+                ─────────────── HandoffGrant ────────────> granted: only now are hit blocks read from D,
                                                            and computed blocks written into it
       Progress  <────────────── HandoffProgress ────────── every few seconds
       Done      <── HandoffDone, behind the last write ─── its blocks are free; said again over the request plane

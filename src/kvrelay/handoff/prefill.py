@@ -1,6 +1,6 @@
 """One hand-off at the prefill worker: compute; after the grant read, write or keep; then report the end.
 
-    CLAIMING ──Granted──> SENDING ──push: last write done──> CONFIRMING ──Fetched──> ENDED
+    CLAIMING ──granted──> SENDING ──push: last write done──> CONFIRMING ──Fetched──> ENDED
        │                     │    └─pull: all computed──> [KEEPING ──>] HOLDING ──Fetched──> ENDED
        └── refused ──────────┴── lost, abandoned, failed ────┴──> STOPPING
 

@@ -75,13 +75,6 @@ class Unreachable(OfHandoff, frozen=True):
     """The decode worker, or its entry in discovery, cannot be found from here: the claim was not sent."""
 
 
-class Granted(Value, frozen=True):
-    """The decode worker ``worker_id`` has granted the claim."""
-
-    worker_id: str
-    message: hm.HandoffGrant
-
-
 class EngineRefused(OfHandoff, frozen=True):
     """The engine refused the request (or has died)."""
 
@@ -135,13 +128,6 @@ class Kept(OfHandoff, frozen=True):
     block_ids: tuple[int, ...] | None
 
 
-class Abandoned(Value, frozen=True):
-    """The decode worker ``worker_id`` neither waits nor reads any more. It gets a release in any case."""
-
-    worker_id: str
-    message: hm.HandoffAbandon
-
-
 class ReleaseAcknowledged(OfHandoff, frozen=True):
     """The decode worker has received every release of this hand-off that was sent before now."""
 
@@ -160,7 +146,7 @@ PrefillEvent = (
     | Recalled
     | ClaimFailed
     | Unreachable
-    | Granted
+    | hm.HandoffGrant
     | hm.HandoffRefused
     | EngineRefused
     | LoadRequested
@@ -170,7 +156,7 @@ PrefillEvent = (
     | ChunkChecksummed
     | Written
     | Kept
-    | Abandoned
+    | hm.HandoffAbandon
     | hm.HandoffFetched
     | ReleaseAcknowledged
     | DecodeConnectionLost

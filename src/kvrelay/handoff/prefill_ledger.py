@@ -16,7 +16,7 @@ from kvrelay.core.latest import Latest
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, Registered, Tick, Value
 from kvrelay.handoff.leases import PeerLeases
-from kvrelay.handoff.messages import HandoffFetched, HandoffRefused, HandoffReleased
+from kvrelay.handoff.messages import HandoffAbandon, HandoffFetched, HandoffGrant, HandoffRefused, HandoffReleased
 from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_state import PrefillContext, PrefillCounters, PrefillRules, PrefillState
 
@@ -116,21 +116,22 @@ class PrefillLedger:
             context.out.append(pe.Settle(handoff_id, EndReason.REQUEST_ENDED))
         return is_new
 
-    def _granted(self, event: pe.Granted, context: PrefillContext) -> None:
-        message, is_known = event.message, self.leases.is_live(event.worker_id, event.message.term)
-        if not self._one(message.handoff_id, lambda handoff: handoff.granted(message, is_known, context)):
-            self._release_unknown(event.worker_id, message.handoff_id, context)
+    def _granted(self, message: HandoffGrant, context: PrefillContext) -> None:
+        def apply(handoff: PrefillHandoff) -> None:
+            handoff.granted(message, self.leases.is_live(handoff.decode_worker_id, message.term), context)
 
-    def _abandoned(self, event: pe.Abandoned, context: PrefillContext) -> None:
-        message = event.message
+        if not self._one(message.handoff_id, apply):
+            self._release_unknown(message.handoff_id, context)
+
+    def _abandoned(self, message: HandoffAbandon, context: PrefillContext) -> None:
         if not self._one(message.handoff_id, lambda handoff: handoff.abandoned(message.generation, context)):
-            self._release_unknown(event.worker_id, message.handoff_id, context)
+            self._release_unknown(message.handoff_id, context)
 
-    def _release_unknown(self, worker_id: str, handoff_id: HandoffId, context: PrefillContext) -> None:
+    def _release_unknown(self, handoff_id: HandoffId, context: PrefillContext) -> None:
         """Sent once: the decode worker asks again if the release is lost."""
         self.seen[handoff_id] = None
         released = HandoffReleased(handoff_id, self.rules.worker_id, EndReason.ABANDONED.value)
-        context.out.append(pe.SendRelease(worker_id, released))
+        context.out.append(pe.SendRelease(handoff_id.decode_worker_id, released))
 
     def _unreachable(self, event: pe.Unreachable, context: PrefillContext) -> None:
         def apply(handoff: PrefillHandoff) -> None:
@@ -216,7 +217,7 @@ _HANDLERS: dict[type, _Handler] = dict(
         _by_one(pe.Recalled, lambda handoff, event, context: handoff.recalled(event.generation, context)),
         _by_one(pe.ClaimFailed, lambda handoff, event, context: handoff.stop(EndReason.CLAIM_FAILED, context)),
         _by_all(pe.Unreachable, PrefillLedger._unreachable),
-        _by_all(pe.Granted, PrefillLedger._granted),
+        _by_all(HandoffGrant, PrefillLedger._granted),
         _by_one(HandoffRefused, lambda handoff, event, context: handoff.refused(context)),
         _by_one(pe.EngineRefused, lambda handoff, event, context: handoff.stop(EndReason.ENGINE_REFUSED, context)),
         _by_all(pe.LoadRequested, PrefillLedger._load_wanted),
@@ -228,7 +229,7 @@ _HANDLERS: dict[type, _Handler] = dict(
         ),
         _by_one(pe.Kept, lambda handoff, event, context: handoff.kept(event.block_ids, context)),
         _by_one(pe.Written, lambda handoff, event, context: handoff.written(event.ok, context)),
-        _by_all(pe.Abandoned, PrefillLedger._abandoned),
+        _by_all(HandoffAbandon, PrefillLedger._abandoned),
         _by_one(HandoffFetched, lambda handoff, event, context: handoff.fetched(event.generation, context)),
         _by_one(pe.ReleaseAcknowledged, lambda handoff, event, context: handoff.release_acknowledged()),
         _by_all(pe.DecodeConnectionLost, PrefillLedger._connection_lost),

@@ -1,7 +1,7 @@
 """The prefill side's hand-offs, over a ``PrefillLedger``: what each action of the ledger means for the engine, the
 transfer thread and the decode workers, and what of it comes back.
 
-    event loop        entries, answers, connections, leases ──> Pulled, Granted, ...  <──  SendClaim, SendRelease,
+    event loop        entries, answers, connections, leases ──> Pulled, ...           <──  SendClaim, SendRelease,
                                                                                            SendToDecode, Settle
     engine            loads and chunks of a step ──> LoadRequested, ChunkComputed,    <──  Compute, ReportLoaded, Keep,
                                                      Kept                                  StopComputing, FreeBlocks
@@ -31,14 +31,7 @@ from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, RefusalReason
-from kvrelay.handoff.messages import (
-    HandoffAbandon,
-    HandoffGrant,
-    HandoffReady,
-    HandoffRecall,
-    HandoffRefused,
-    ToPrefill,
-)
+from kvrelay.handoff.messages import HandoffGrant, HandoffReady, HandoffRecall, HandoffRefused, ToPrefill
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.marks.phases import Phase
 from kvrelay.rpc.wire import Message, encode_message
@@ -289,15 +282,12 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
             _log.warning(
                 "%s sent a message about hand-off %s of another worker; dropped it", worker_id, message.handoff_id
             )
-        elif isinstance(message, HandoffGrant):
-            self._marks.add(str(message.handoff_id), Phase.GRANT_HEARD)
-            self.handle(pe.Granted(worker_id, message))
-        elif isinstance(message, HandoffAbandon):
-            self.handle(pe.Abandoned(worker_id, message))
         elif isinstance(message, HandoffRecall):
             self.ports.engine.post(partial(self._recall, message))
         else:
-            if isinstance(message, HandoffRefused) and message.reason not in (
+            if isinstance(message, HandoffGrant):
+                self._marks.add(str(message.handoff_id), Phase.GRANT_HEARD)
+            elif isinstance(message, HandoffRefused) and message.reason not in (
                 RefusalReason.UNKNOWN,
                 RefusalReason.NO_PREFIX,
             ):
