@@ -499,7 +499,7 @@ def told_to_the_engine(ask: Any) -> Any:
 
 
 def its_job_is_kept(settle: Any) -> Any:
-    return lambda self, action: self.jobs[action.handoff_id].origin.settled()
+    return lambda self, action: self.jobs[action.handoff_id].settled()
 
 
 def of_a_prefill_that_is_over(chunk: Any) -> Any:

@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
 
 
 class JobRef(NamedTuple):
-    """A ``Job`` within a call."""
+    """A job within a call."""
 
     handoff_id: HandoffId
     may_return: bool
@@ -77,8 +77,8 @@ def kept(call: Callable[..., object], *answers: Any) -> Call:
 
 
 def _frozen(argument: Any) -> Any:
-    if isinstance(argument, Job):
-        return JobRef(argument.request.handoff_id, argument.origin.may_return)
+    if isinstance(argument, PlaneJob):
+        return JobRef(argument.request.handoff_id, argument.may_return)
     if isinstance(argument, pe.Write) and argument.done is not None:
         return msgspec.structs.replace(argument, done=without_words(argument.done))
     return argument
@@ -113,8 +113,8 @@ class Plane:
         thawed = [self.job(*value) if isinstance(value, JobRef) else value for value in arguments]
         getattr(self.node.side, name)(*thawed, *answers)
 
-    def job(self, handoff_id: HandoffId, may_return: bool) -> Job:
-        return Job(self.world.requests[handoff_id], Origin(self, handoff_id, may_return))
+    def job(self, handoff_id: HandoffId, may_return: bool) -> PlaneJob:
+        return PlaneJob(self, handoff_id, may_return)
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
@@ -387,21 +387,14 @@ class PrefillPlane(Plane):
         p.engine.pop(handoff_id, None)
 
 
-class Origin:
-    """A queue entry, or the prefill half of a pair."""
+class PlaneJob(Job):
+    """A queue entry, or the prefill half of a pair. Admission and frontends are not explored, and a prefill worker
+    pulls by what it holds."""
 
     def __init__(self, plane: Plane, handoff_id: HandoffId, may_return: bool) -> None:
+        super().__init__(plane.world.requests[handoff_id])
         self.plane, self.handoff_id, self.may_return = plane, handoff_id, may_return
         self.order = plane.world.scenario.order
-
-    def received(self) -> None:
-        """Admission is not explored."""
-
-    def first(self, output: Any) -> None:
-        """Nor is a frontend."""
-
-    def computed(self) -> None:
-        """A prefill worker pulls by what it holds."""
 
     def settled(self) -> None:
         queue = self.plane.world.queue

@@ -274,19 +274,19 @@ class PrefillHandoffs(OutgoingHandoffs):
     def lose_entries(self) -> None:
         """The worker is dead: the queue delivers its entries again after the ack deadline."""
         network = self.network
-        for origin in [job.origin for job in self.jobs.values()]:
-            if isinstance(origin, _Entry):
-                network.loop.after(network.queue.ack_wait_s, partial(network.give_back, origin.delivery))
+        for job in self.jobs.values():
+            if isinstance(job, _Entry):
+                network.loop.after(network.queue.ack_wait_s, partial(network.give_back, job.delivery))
 
     def _take(self, delivery: MemoryPrefillDelivery) -> None:
         self._num_free -= 1
         self._is_waiting = False
         self.network.loop.after(0.0, self._pull)
-        self.pulled(Job(delivery.request, _Entry(self, delivery)), is_expired=delivery.is_expired)
+        self.pulled(_Entry(self, delivery), is_expired=delivery.is_expired)
 
     def take_half(self, request: RemotePrefillRequest, first: Callable[[TokenOutput | None], None]) -> None:
         """The prefill half of a pair; ``first`` gets the first token, or None if there will be none."""
-        self.take(Job(request, _Half(self, first)))
+        self.take(_Half(self, request, first))
 
     def free_place(self) -> None:
         """Another prefill may be taken."""
@@ -294,38 +294,26 @@ class PrefillHandoffs(OutgoingHandoffs):
         self._pull()
 
 
-class _Origin:
+class _Job(Job):
     """What both kinds of prefills have."""
 
-    order: HandoffOrder
-    may_return = False
-
-    def __init__(self, handoffs: PrefillHandoffs) -> None:
+    def __init__(self, handoffs: PrefillHandoffs, request: RemotePrefillRequest) -> None:
+        super().__init__(request)
         self._handoffs = handoffs
-
-    def received(self) -> None:
-        """Admission was before."""
-
-    def first(self, output: TokenOutput | None) -> None:
-        """The decode worker gets it with the KV."""
-
-    def computed(self) -> None:
-        """Nothing waits for it."""
 
     def settled(self) -> None:
         self._handoffs.network.loop.after(0.0, self._handoffs.host.check_drained)
 
-    def returned(self) -> None:
-        raise AssertionError("no queue entry goes back")
 
-
-class _Half(_Origin):
+class _Half(_Job):
     """The prefill half of a pair."""
 
     order = HandoffOrder.PREFILL_FIRST
 
-    def __init__(self, handoffs: PrefillHandoffs, first: Callable[[TokenOutput | None], None]) -> None:
-        super().__init__(handoffs)
+    def __init__(
+        self, handoffs: PrefillHandoffs, request: RemotePrefillRequest, first: Callable[[TokenOutput | None], None]
+    ) -> None:
+        super().__init__(handoffs, request)
         self._first = first
         self._has_told = False
 
@@ -340,13 +328,13 @@ class _Half(_Origin):
             self._first(None)
 
 
-class _Entry(_Origin):
+class _Entry(_Job):
     """An entry of the queue."""
 
     order = HandoffOrder.DECODE_FIRST
 
     def __init__(self, handoffs: PrefillHandoffs, delivery: MemoryPrefillDelivery) -> None:
-        super().__init__(handoffs)
+        super().__init__(handoffs, delivery.request)
         self.delivery = delivery
         self.may_return = return_delay_s(delivery.num_deliveries) is not None
         self._has_place = True

@@ -50,12 +50,19 @@ _CANCELLED = (EndReason.REQUEST_ENDED, EndReason.ABANDONED, EndReason.RECALLED, 
 with another cause is logged when it arrives."""
 
 
-class Origin(Protocol):
-    """Where a prefill came from, and who hears of its progress. On the event loop, except for ``received``."""
+class Job:
+    """A prefill that this worker computes. Where it came from says the subclass, which hears of its progress: on the
+    event loop, except for ``received``."""
 
     order: HandoffOrder
-    may_return: bool
+    may_return = False
     """Its queue entry may go back."""
+
+    def __init__(self, request: RemotePrefillRequest) -> None:
+        self.request = request
+        self.name = str(request.handoff_id)
+        """Its request id in the engine."""
+        self.num_bytes = self.num_pieces = 0
 
     def received(self) -> None:
         """The engine receives it; on the engine's thread."""
@@ -68,23 +75,11 @@ class Origin(Protocol):
 
     def settled(self) -> None:
         """It is over; once, unless ``returned`` is."""
+        raise NotImplementedError
 
     def returned(self) -> None:
         """Its queue entry goes back."""
-
-
-class Job(msgspec.Struct):
-    """A prefill that this worker computes."""
-
-    request: RemotePrefillRequest
-    origin: Origin
-    num_bytes: int = 0
-    num_pieces: int = 0
-
-    @property
-    def name(self) -> str:
-        """Its request id in the engine."""
-        return str(self.request.handoff_id)
+        raise AssertionError("no queue entry goes back")
 
 
 class PrefixRead(Protocol):
@@ -146,7 +141,7 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
             case pe.Write():
                 self._write(action)
             case pe.Computed():
-                on_loop(self.jobs[action.handoff_id].origin.computed)
+                on_loop(self.jobs[action.handoff_id].computed)
             case pe.Settle():
                 on_loop(self._settle, action)
             case pe.Return():
@@ -186,14 +181,14 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         request, handoff_id = job.request, job.request.handoff_id
         if handoff_id.decode_worker_id != request.decode_worker_id:
             _log.warning("an entry of %s for hand-off %s was dropped", request.decode_worker_id, handoff_id)
-            job.origin.settled()
+            job.settled()
         elif request.decode_worker_id == self.ledger.rules.worker_id:
             # We do both: our own engine computes it without a hand-off.
-            job.origin.settled()
+            job.settled()
             self.ports.computes_here(handoff_id)
         elif handoff_id in self.ledger.seen:
             _log.warning("hand-off %s was delivered again; it was handled here before", handoff_id)
-            job.origin.settled()
+            job.settled()
         elif is_expired:
             self._decline(job, EndReason.EXPIRED)
         elif request.model != self._model:
@@ -208,7 +203,7 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         handoff_id = job.request.handoff_id
         if handoff_id in self.ledger.seen:
             _log.warning("hand-off %s was delivered again while its grammar was compiled", handoff_id)
-            job.origin.settled()
+            job.settled()
         elif error is not None:
             _log.warning("hand-off %s is not computed: %s", handoff_id, error)
             self._decline(job, EndReason.ENGINE_REFUSED)
@@ -219,13 +214,12 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
 
     def take(self, job: Job) -> None:
         """Compute it, and claim it meanwhile."""
-        request, origin = job.request, job.origin
         self._begin(job)
-        self._by_name[job.name] = request.handoff_id
-        is_pulled = origin.order is HandoffOrder.DECODE_FIRST
+        self._by_name[job.name] = job.request.handoff_id
+        is_pulled = job.order is HandoffOrder.DECODE_FIRST
         self._marks.received(job.name, Phase.PULLED if is_pulled else Phase.RECEIVED)
-        term, may_return = self.ports.term(), origin.may_return
-        self.handle(pulled(request, self._block_size, term, origin.order, may_return=may_return))
+        term, may_return = self.ports.term(), job.may_return
+        self.handle(pulled(job.request, self._block_size, term, job.order, may_return=may_return))
 
     def _decline(self, job: Job, reason: EndReason) -> None:
         """Do not compute it, and tell its owner."""
@@ -247,10 +241,10 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         if action.reason is not None:
             level = logging.INFO if action.reason in _CANCELLED else logging.WARNING
             _log.log(level, "hand-off %s: %s", action.handoff_id, action.reason)
-        job.origin.settled()
+        job.settled()
 
     def _return(self, action: pe.Return) -> None:
-        self._pop(action.handoff_id).origin.returned()
+        self._pop(action.handoff_id).returned()
 
     def _pop(self, handoff_id: HandoffId) -> Job:
         job = self.jobs.pop(handoff_id)
@@ -324,14 +318,14 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         if handoff_id is None:
             return
         job = self.jobs.get(handoff_id)
-        if chunk.last and job is not None and job.origin.order is HandoffOrder.PREFILL_FIRST:
+        if chunk.last and job is not None and job.order is HandoffOrder.PREFILL_FIRST:
             # Before the ledger handles it, because a hand-off may settle at once.
-            self.ports.turns.on_loop(job.origin.first, chunk.first_output)
+            self.ports.turns.on_loop(job.first, chunk.first_output)
         self.handle(chunk_computed(handoff_id, chunk))
 
     def _add_request(self, job: Job, core: Engine) -> None:
         request = job.request
-        job.origin.received()
+        job.received()
         try:
             core.add_request(engine_request(request, self._block_size, self._marks.listener))
         except KvrelayError as exc:
