@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvrelay.core.window import MemoryWindow, RemoteKey
+from kvrelay.transfer.p2p.messages import Get, decode, encode
 from kvrelay.transfer.values import TransferOp
 from kvrelay.transfer.windows import WindowTable
 
@@ -93,3 +95,10 @@ def test_the_end_of_a_loan_waits_for_the_copy_that_is_under_way(table: WindowTab
         assert not closed.wait(0.05)
     closing.join(60)
     assert closed.is_set()
+
+
+def test_peers_of_earlier_versions_know_the_key_as_the_grant() -> None:
+    """``messages.VERSION`` has not changed."""
+    frame = encode(Get("", 1, 8, bytes(8), bytes(8), RemoteKey("d#1", 2)))
+    assert msgspec.msgpack.decode(frame[1:])["grant"] == ["d#1", 2]
+    assert decode(frame).key == RemoteKey("d#1", 2)
