@@ -92,7 +92,9 @@ class World:
         for start in step.remote_prefills:
             self.starts[start.handoff_id] = start
             num_hit_blocks = start.num_cached_tokens // self.decode.pool.block_size
-            self.tell_decode(de.Opened(start.handoff_id, start.request_id, start.block_ids, num_hit_blocks))
+            self.tell_decode(
+                de.Opened(start.handoff_id, start.request_id, start.block_ids, num_hit_blocks, len(start.token_ids))
+            )
         for handoff_id in step.closed_handoffs:
             self.tell_decode(de.Closed(handoff_id))
 
@@ -145,7 +147,7 @@ class World:
             self.queue.append(handoff_id)
         start = self.starts[handoff_id]
         worker.by_name[str(handoff_id)] = handoff_id
-        self.tell_prefill(worker, pe.Pulled(handoff_id, "d", len(start.block_ids), start.num_cached_tokens, 1))
+        self.tell_prefill(worker, pe.Pulled(start, 1))
 
     def step_prefill(self, worker: Prefill) -> None:
         step = worker.engine.step()

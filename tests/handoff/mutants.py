@@ -139,7 +139,7 @@ def a_release_is_said_once(tick: Any) -> Any:
 def written_before_the_grant(computed: Any) -> Any:
     def mutated(self: PrefillHandoff, chunk: Any, turn: Any) -> None:
         if self.state is PrefillState.CLAIMING:
-            self.grant = HandoffGrant(self.handoff_id, 1, tuple(range(self.num_blocks)), self.num_cached_tokens)
+            self.grant = HandoffGrant(self.handoff_id, 1, tuple(range(self.num_tokens)), self.num_cached_tokens)
             self._move(PrefillState.SENDING)
         computed(self, chunk, turn)
 

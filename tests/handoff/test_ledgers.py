@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
+from tests.handoff.events import pulled
 
 from kvrelay.core.handoff import HandoffId, KvDirection
 from kvrelay.core.layout import BlockRun
@@ -42,7 +43,7 @@ def decode_ledger(**rules: object) -> DecodeLedger:
     """With one open hand-off, "h" of request "r", and a prefill worker "p" in term 1."""
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same", **rules), lambda: SECRET)
     ledger.handle(Registered("p", 10.0, 1), 0.0)
-    opened = ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
+    opened = ledger.handle(de.Opened("h", "r", BLOCKS, 2, 20), 0.0)
     assert opened == [de.Push("h")]
     return ledger
 
@@ -123,7 +124,7 @@ def test_grants_have_different_secrets() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("p", 10.0, 1), 0.0)
     ledger.handle(Registered("q", 10.0, 1), 0.0)
-    ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
+    ledger.handle(de.Opened("h", "r", BLOCKS, 2, 20), 0.0)
     first = grant_of(ledger.handle(claim(), 1.0))
     ledger.handle(claim("q"), 2.0)
     second = grant_of(ledger.handle(de.LoanAllocated("h", 2, (0, 1, 7, 8, 9)), 3.0))
@@ -333,7 +334,7 @@ def test_an_engine_that_cannot_replace_blocks_computes_only_when_the_claimant_ha
 def test_pull_without_room_waits_for_it() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
     ledger.handle(Registered("p", 10.0, 1), 0.0)
-    ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL), 0.0)
+    ledger.handle(de.Opened("h", "r", (), 0, 8, direction=KvDirection.PULL), 0.0)
     ledger.handle(claim(), 1.0)
     ready = de.Offered(HandoffReady("h", 1, (8, 9), 7, None, 0.0, secret=SECRET), "to p")
     for generation, secret in ((1, 0), (1, SECRET + 1), (0, SECRET), (2, SECRET)):
@@ -352,7 +353,7 @@ def test_while_one_generation_is_read_the_release_of_an_earlier_one_ends_its_gra
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
     for worker_id in ("p", "q"):
         ledger.handle(Registered(worker_id, 10.0, 1), 0.0)
-    ledger.handle(de.Opened("h", "r", BLOCKS, 2, direction=KvDirection.PULL), 0.0)
+    ledger.handle(de.Opened("h", "r", BLOCKS, 2, 20, direction=KvDirection.PULL), 0.0)
     for worker_id in ("p", "q"):
         ledger.handle(claim(worker_id), 1.0)
     ready = HandoffReady("h", 2, (8, 9, 10), 7, None, 0.0, secret=SECRET)
@@ -372,7 +373,7 @@ def engine_pull() -> tuple[DecodeLedger, de.Offered]:
     """A granted hand-off between engines that move the KV themselves, and P's message that everything is computed."""
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
     ledger.handle(Registered("p", 10.0, 1), 0.0)
-    ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL, num_tokens=18, term=1), 0.0)
+    ledger.handle(de.Opened("h", "r", (), 0, 18, direction=KvDirection.PULL, term=1), 0.0)
     grant = grant_of(ledger.handle(claim(), 1.0))
     assert (grant.direction, grant.block_ids, grant.num_cached_tokens) == (KvDirection.PULL, (), 0)
     message = HandoffReady("h", 1, (), None, None, 0.5, secret=SECRET, kv_transfer_params=PARAMS)
@@ -447,7 +448,7 @@ def test_a_prefix_is_lent_for_a_limited_time() -> None:
 def prefill_ledger(**rules: object) -> PrefillLedger:
     """With one hand-off, of 5 blocks of which D holds 2, that is being claimed."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same", **rules))
-    actions = ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 0.0)
+    actions = ledger.handle(pulled(), 0.0)
     sent = HandoffClaim("h", "p", "same", ledger.rules.checksums, term=1, block_size=4)
     assert actions == [pe.Compute("h"), pe.SendClaim("d", sent)]
     return ledger
@@ -504,7 +505,7 @@ def test_the_release_waits_for_what_a_failed_write_has_left_under_way() -> None:
 def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("d", 10.0, 3), 0.0)
-    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
+    ledger.handle(pulled(18, 0), 0.0)
     chunk = pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS)
     assert ledger.handle(chunk, 1.0) == [pe.Computed("h")]
     grant = HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3, block_size=4, secret=SECRET)
@@ -520,7 +521,7 @@ def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
 def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("d", 10.0, 3), 0.0)
-    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
+    ledger.handle(pulled(18, 0), 0.0)
     ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 1.0)
     ledger.handle(HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3), 2.0)
     actions = ledger.handle(HandoffAbandon("h", 1), 3.0)
@@ -531,7 +532,7 @@ def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
 
 def test_kv_that_was_computed_for_a_refused_claim_is_given_back_too() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
+    ledger.handle(pulled(18, 0), 0.0)
     ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 1.0)
     actions = ledger.handle(HandoffRefused("h", RefusalReason.UNKNOWN), 2.0)
     assert actions[-1] == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.REFUSED, PARAMS))
@@ -541,7 +542,7 @@ def test_kv_that_was_computed_for_a_refused_claim_is_given_back_too() -> None:
 
 def test_kv_that_is_computed_after_the_stop_is_given_back() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
+    ledger.handle(pulled(18, 0), 0.0)
     actions = ledger.handle(HandoffAbandon("h", 1), 2.0)
     assert actions[-1] == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.ABANDONED))
     actions = ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 3.0)
@@ -550,7 +551,7 @@ def test_kv_that_is_computed_after_the_stop_is_given_back() -> None:
 
 def test_an_engine_that_only_takes_blocks_gets_no_kv_transfer_params() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 0.0)
+    ledger.handle(pulled(), 0.0)
     ledger.handle(GRANT, 2.0)
     actions = ledger.handle(pe.ChunkComputed("h", BlockRun(2, ()), kv_transfer_params=PARAMS), 3.0)
     assert pe.StopComputing("h") in actions
@@ -560,7 +561,7 @@ def test_an_engine_that_only_takes_blocks_gets_no_kv_transfer_params() -> None:
 def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:
     """D has blocks of 4 tokens, ours have 8; D holds the first 12 of 22 tokens."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=8, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 3, 12, 1, num_tokens=22), 0.0)
+    ledger.handle(pulled(22, 12), 0.0)
     ledger.handle(HandoffGrant("h", 1, (0, 1, 2, 3, 4, 5), 12, block_size=4), 1.0)
     (read,) = ledger.handle(pe.LoadRequested("h", BlockRun(0, (30,))), 1.0)
     assert read == pe.ReadHits("h", 1, BlockRun(0, (30,)), BlockRun(0, (0, 1)))
@@ -573,7 +574,7 @@ def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:
 
 def test_a_chunk_that_lies_within_a_larger_block_is_written_into_a_part_of_it() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 5, 8, 1, num_tokens=18), 0.0)
+    ledger.handle(pulled(18), 0.0)
     ledger.handle(HandoffGrant("h", 1, (0, 1, 2), 8, block_size=8), 1.0)
     (write,) = ledger.handle(pe.ChunkComputed("h", BlockRun(2, (42,))), 1.0)
     assert write == pe.Write("h", 1, BlockRun(2, (42,)), BlockRun(1, (1,)), None)
@@ -584,7 +585,7 @@ def test_checksums_cover_what_the_decode_worker_lacks(ours: int, theirs: int) ->
     """Units of 16 tokens, whatever the blocks; D holds 32 of 75 tokens."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=ours, kv_compatibility="same", checksums=True))
     num_blocks, granted = -(-75 // ours), tuple(range(-(-75 // theirs)))
-    ledger.handle(pe.Pulled("h", "d", num_blocks, 32, 1, num_tokens=75), 0.0)
+    ledger.handle(pulled(75, 32), 0.0)
     grant = HandoffGrant("h", 1, granted, 32, checksums=(10, 11), block_size=theirs)
     ledger.handle(grant, 1.0)
     load = BlockRun(0, tuple(range(32 // ours)))
@@ -603,7 +604,7 @@ def test_checksums_cover_what_the_decode_worker_lacks(ours: int, theirs: int) ->
 def test_the_decode_side_verifies_the_units_that_hold_tokens() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=32, kv_compatibility="same", checksums=True), lambda: SECRET)
     ledger.handle(Registered("p", 10.0, 1), 0.0)
-    ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, num_tokens=75), 0.0)
+    ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, 75), 0.0)
     ledger.handle(claim(block_size=16), 1.0)
     ledger.handle(de.HitsChecksummed("h", 1, (10, 11)), 1.0)
     done = HandoffDone("h", 1, 7, None, 0, 0.0, checksums=(20, 21, 22), secret=SECRET)
@@ -616,7 +617,7 @@ def test_pull_reads_from_blocks_of_another_size(theirs: int, kept: tuple[int, ..
     for block_ids in (kept, (*kept, 20)):
         ledger = DecodeLedger(DecodeRules(block_size=8, kv_compatibility="same"), lambda: SECRET)
         ledger.handle(Registered("p", 10.0, 1), 0.0)
-        ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, direction=KvDirection.PULL, num_tokens=18), 0.0)
+        ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, 18, direction=KvDirection.PULL), 0.0)
         ledger.handle(claim(block_size=theirs), 1.0)
         actions = ledger.handle(de.Offered(HandoffReady("h", 1, block_ids, 7, None, 0.0, secret=SECRET), "to p"), 2.0)
         if block_ids == kept:
@@ -645,7 +646,7 @@ def test_a_prefill_took_as_long_as_the_engine_was_at_it(granted_s: float) -> Non
         grant = HandoffGrant(name, 1, (0,), 0, secret=SECRET)
         chunk = pe.ChunkComputed(name, BlockRun(0, (len(events),)), pe.FirstToken(7))
         times = pulled_s, max(pulled_s, granted_s), computed_s
-        events += zip(times, (pe.Pulled(name, "d", 1, 0, 1, num_tokens=4), grant, chunk))
+        events += zip(times, (pulled(4, 0, name), grant, chunk))
     actions = [action for time_s, event in sorted(events, key=itemgetter(0)) for action in ledger.handle(event, time_s)]
     sent = [action.done for action in actions if isinstance(action, pe.Write)]
     assert [(done.handoff_id, done.prefill_s) for done in sent if done is not None] == [("a", 3), ("b", 2), ("c", 1)]
@@ -737,7 +738,7 @@ def test_a_grant_that_does_not_fit_is_given_up(grant: HandoffGrant) -> None:
 
 def returnable_ledger(*, may_return: bool = True) -> PrefillLedger:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 5, 8, 1, may_return=may_return), 0.0)
+    ledger.handle(pulled(may_return=may_return), 0.0)
     return ledger
 
 
@@ -748,7 +749,7 @@ def test_an_entry_whose_decode_worker_cannot_be_reached_goes_back_to_the_queue()
     assert actions == [pe.StopComputing("h"), pe.Computed("h"), pe.FreeBlocks("h"), pe.Return("h")]
     assert (ledger.counters.num_returned, ledger.counters.num_failed) == (1, 0)
     assert ledger.num_in(PrefillState.RELEASING) == 0
-    again = ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 2.0)
+    again = ledger.handle(pulled(), 2.0)
     assert [type(action) for action in again] == [pe.Compute, pe.SendClaim]
 
 
@@ -764,7 +765,7 @@ def test_no_entry_of_a_decode_worker_without_a_lease_goes_back() -> None:
     """No one can reach it: its clients are served elsewhere."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(LeaseEnded("d"), 0.0)
-    ledger.handle(pe.Pulled("h", "d", 5, 8, 1, may_return=True), 1.0)
+    ledger.handle(pulled(may_return=True), 1.0)
     actions = ledger.handle(pe.Unreachable("h"), 2.0)
     assert pe.Settle("h", EndReason.CLAIM_FAILED) in actions
 
@@ -800,7 +801,7 @@ def test_releases_for_a_decode_worker_that_has_been_gone_for_long_are_forgotten(
 def test_a_decode_worker_that_discovery_never_listed_is_told_for_a_limited_time(is_sent: bool) -> None:
     ledger = PrefillLedger(PrefillRules(4, "same", worker_id="p", gone_for_s=30.0))
     handoff_id = HandoffId("d", 1)
-    ledger.handle(pe.Pulled(handoff_id, "d", 1, 0, 1), 0.0)
+    ledger.handle(pulled(4, 0, handoff_id), 0.0)
     if is_sent:
         ledger.handle(HandoffGrant(handoff_id, 1, (7,), 0), 0.0)
         ledger.handle(pe.ChunkComputed(handoff_id, BlockRun(0, (5,)), pe.FirstToken(7)), 10.0)
@@ -830,7 +831,7 @@ def test_an_abandon_of_something_unknown_is_answered() -> None:
 
 def test_an_entry_that_is_delivered_again_is_settled_only() -> None:
     ledger = prefill_ledger()
-    assert [type(a) for a in ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 1.0)] == [pe.Settle]
+    assert [type(a) for a in ledger.handle(pulled(), 1.0)] == [pe.Settle]
 
 
 def test_what_could_not_be_read_is_computed() -> None:
@@ -891,7 +892,7 @@ def test_a_worker_that_registers_in_a_later_term_is_fenced_at_once() -> None:
 def test_a_claimant_that_reconnects_before_its_old_connection_is_known_as_lost_leaves_nobody_waiting() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
-    ledger.handle(de.Opened("h2", "r2", (5, 6), 0), 1.5)
+    ledger.handle(de.Opened("h2", "r2", (5, 6), 0, 8), 1.5)
     ledger.handle(de.Claimed(HandoffClaim("h2", "p", "same", term=1), "again to p"), 2.0)
     actions = ledger.handle(de.ClaimantConnectionLost("to p"), 3.0)
     assert [a.handoff_id for a in actions if isinstance(a, de.ComputeHere)] == ["h"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.handoff.events import pulled
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
 from kvrelay.core.layout import BlockRun
@@ -29,7 +30,7 @@ from kvrelay.handoff.prefill_state import PrefillRules
 FIRST = HandoffOrder.PREFILL_FIRST
 BLOCKS = (0, 1, 2, 3, 4)
 CLAIM = de.Claimed(HandoffClaim("h", "p", "same", order=FIRST, term=1), "to p")
-OPENED = de.Opened("h", "r", BLOCKS, 2, FIRST, claimant="p")
+OPENED = de.Opened("h", "r", BLOCKS, 2, 20, FIRST, claimant="p")
 RELEASED = HandoffReleased("h", "p")
 
 
@@ -145,7 +146,7 @@ def test_a_claimant_whose_lease_has_ended_is_not_waited_for() -> None:
     ledger.handle(de.Expected("h", "p"), 0.0)
     assert computed_here(ledger.handle(OPENED, 0.1)) == [EndReason.CLAIMANT_LEASE_ENDED]
     ledger.handle(Registered("q", 10.0, 1), 0.0)
-    ledger.handle(de.Opened("i", "r", BLOCKS, 2, FIRST, claimant="q"), 0.1)
+    ledger.handle(de.Opened("i", "r", BLOCKS, 2, 20, FIRST, claimant="q"), 0.1)
     assert computed_here(ledger.handle(LeaseEnded("q"), 0.2)) == [EndReason.CLAIMANT_LEASE_ENDED]
 
 
@@ -164,7 +165,7 @@ def test_the_frontend_ends_the_wait_for_a_claim_but_no_grant() -> None:
     ledger = decode_ledger()
     ledger.handle(OPENED, 0.0)
     assert computed_here(ledger.handle(de.ClaimantGone("h"), 0.1)) == [EndReason.CLAIMANT_LOST]
-    ledger.handle(de.Opened("i", "r", BLOCKS, 2, FIRST, claimant="p"), 0.0)
+    ledger.handle(de.Opened("i", "r", BLOCKS, 2, 20, FIRST, claimant="p"), 0.0)
     assert granted(ledger.handle(de.Claimed(HandoffClaim("i", "p", "same", order=FIRST, term=1), "to p"), 0.1))
     assert ledger.handle(de.ClaimantGone("i"), 0.2) == []
     assert ledger.handle(de.ClaimantGone("unknown"), 0.2) == []
@@ -197,7 +198,7 @@ def prefill_ledger(**rules: float) -> PrefillLedger:
         PrefillRules(worker_id="p", block_size=4, kv_compatibility="same", claim_timeout_s=5.0, **rules)
     )
     ledger.handle(Registered("d", 10.0, 1), 0.0)
-    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, FIRST), 0.0)
+    ledger.handle(pulled(num_cached=0, order=FIRST), 0.0)
     return ledger
 
 

@@ -391,8 +391,9 @@ class World(Hazards, Memory):
             d.blocks[handoff_id] = blocks
             d.loans[handoff_id, 1] = blocks
         if scenario.order is HandoffOrder.PREFILL_FIRST and not scenario.is_paired:
-            hits_and_order = (scenario.num_hit_blocks, scenario.order, scenario.direction)
-            opened = de.Opened(handoff_id, f"r-{handoff_id}", blocks, *hits_and_order, term=d.lease.term)
+            counts = scenario.num_hit_blocks, scenario.num_hit_blocks + scenario.num_chunks
+            how = scenario.order, scenario.direction
+            opened = de.Opened(handoff_id, f"r-{handoff_id}", blocks, *counts, *how, term=d.lease.term)
             self.handle(D, opened)
             return
         request, num_cached = self.requests[handoff_id], scenario.num_hit_blocks

@@ -56,7 +56,7 @@ class DecodeHandoff:
     term: int = 0
     """Our own term when it was opened."""
     num_tokens: int = 0
-    """Tokens to be prefilled; 0: as many as the blocks hold."""
+    """Tokens to be prefilled."""
     loans: tuple[int, ...] = ()
     """Loans that the engine has not got back."""
     loan: int = 0
@@ -298,9 +298,8 @@ class DecodeHandoff:
             context.out.append(de.Fetch(self.handoff_id, grant.generation, grant.worker_id, kv_transfer_params=params))
             return
         ours, theirs = context.rules.block_size, grant.block_size or context.rules.block_size
-        num_tokens = self.num_tokens or len(self.block_ids) * ours
         first = self.num_hit_blocks * ours // theirs if theirs > 0 else 0
-        if theirs < 1 or len(message.block_ids) != -(-num_tokens // theirs) - first:
+        if theirs < 1 or len(message.block_ids) != -(-self.num_tokens // theirs) - first:
             self.compute_here(EndReason.READ_FAILED, context)
             return
         self._move(DecodeState.READING)
@@ -341,7 +340,7 @@ class DecodeHandoff:
         self.is_touched = True
         blocks, size = self.block_ids[self.num_hit_blocks :], context.rules.block_size
         unit = context.rules.unit_tokens
-        num_units = -(-(self.num_tokens or len(self.block_ids) * size) // unit) - self.num_hit_blocks * size // unit
+        num_units = -(-self.num_tokens // unit) - self.num_hit_blocks * size // unit
         verify = de.Verify(self.handoff_id, message.generation, worker_id, blocks, message.checksums, num_units)
         context.out.append(verify)
 

@@ -28,18 +28,18 @@ class Opened(OfHandoff, frozen=True):
     """A request waits for a remote prefill, and the engine has lent ``block_ids`` as loan 1.
 
     The first ``num_hit_blocks`` are computed already. Pull may open without blocks: they are allocated when P is ready.
-    ``num_tokens`` is the number to be prefilled; 0: as many as the blocks hold. ``claimant``: the one prefill worker
+    ``num_tokens`` is the number to be prefilled. ``claimant``: the one prefill worker
     that may claim it (prefill-first); None: any (decode-first). ``term`` is our own; pull needs it.
     """
 
     request_id: str
     block_ids: tuple[int, ...]
     num_hit_blocks: int
+    num_tokens: int
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     direction: KvDirection = KvDirection.PUSH
     claimant: str | None = None
     term: int = 0
-    num_tokens: int = 0
 
 
 class Expected(OfHandoff, frozen=True):

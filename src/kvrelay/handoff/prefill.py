@@ -45,7 +45,7 @@ class PrefillHandoff:
 
     handoff_id: HandoffId
     decode_worker_id: str
-    num_blocks: int
+    num_tokens: int
     num_cached_tokens: int
     started_s: float
     due_s: float
@@ -59,8 +59,6 @@ class PrefillHandoff:
     """Chunks computed and not yet submitted, in order; with pull all of them."""
     checksums: tuple[int, ...] = ()
     """Checksums of the blocks in the order of the request, as far as known."""
-    num_tokens: int = 0
-    """The request's tokens; 0: as many as ``num_blocks`` hold."""
     num_in_flight: int = 0
     """Reads, writes and checksums that touch our blocks."""
     late_until_s: float = 0.0
@@ -185,28 +183,27 @@ class PrefillHandoff:
         size = grant.block_size or rules.block_size
         if not 1 <= size <= MAX_BLOCK_SIZE:
             return False
-        num_tokens = self.num_tokens or self.num_blocks * rules.block_size
-        num_held = num_tokens if grant.direction is KvDirection.PUSH else grant.num_cached_tokens
+        num_held = self.num_tokens if grant.direction is KvDirection.PUSH else grant.num_cached_tokens
         num_granted = -(-num_held // size)
         return (
             (grant.regions, grant.tail_tokens) == (rules.regions, rules.tail_tokens)
             and grant.num_cached_tokens % size == 0
-            and self._fits_hits(grant.num_cached_tokens, num_tokens, rules)
+            and self._fits_hits(grant.num_cached_tokens, rules)
             and len(grant.block_ids) == num_granted
             and len(set(grant.block_ids)) == num_granted
             and min(grant.block_ids, default=0) >= 0
             and max(grant.block_ids, default=0) <= MAX_BLOCK_ID
         )
 
-    def _fits_hits(self, num_cached_tokens: int, num_tokens: int, rules: PrefillRules) -> bool:
+    def _fits_hits(self, num_cached_tokens: int, rules: PrefillRules) -> bool:
         """With decode-first the entry has this number. With prefill-first D may hold more than was known; of a prefix
         less, but more than we have."""
         if self.is_prefix:
             first = 0 if self.load is None else self.load.first_block
-            return first * rules.block_size + rules.block_size <= num_cached_tokens <= num_tokens
+            return first * rules.block_size + rules.block_size <= num_cached_tokens <= self.num_tokens
         if self.order is HandoffOrder.DECODE_FIRST:
             return num_cached_tokens == self.num_cached_tokens
-        return self.num_cached_tokens <= num_cached_tokens < num_tokens
+        return self.num_cached_tokens <= num_cached_tokens < self.num_tokens
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
@@ -425,8 +422,7 @@ class PrefillHandoff:
     def _needed(self, blocks: BlockRun, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
         """Our blocks of tokens that D lacks."""
         unit, first = rules.unit_tokens, _units(blocks, rules).start
-        num_tokens = self.num_tokens or self.num_blocks * rules.block_size
-        return checksums[max(0, self.num_cached_tokens // unit - first) : max(0, -(-num_tokens // unit) - first)]
+        return checksums[max(0, self.num_cached_tokens // unit - first) : max(0, -(-self.num_tokens // unit) - first)]
 
     def _with_checksums(self, rules: PrefillRules) -> bool:
         return rules.checksums or (self.grant is not None and self.grant.checksums is not None)

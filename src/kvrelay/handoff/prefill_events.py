@@ -6,7 +6,7 @@ answered by the event named in their docstring, exactly once, after any time.
 
 from __future__ import annotations
 
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import HandoffOrder, RemotePrefillRequest
 from kvrelay.core.layout import BlockRun
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.handoff import messages as hm
@@ -23,21 +23,17 @@ class FirstToken(Value, frozen=True):
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-class Pulled(OfHandoff, frozen=True):
+class Pulled(Value, frozen=True):
     """A prefill to compute, from the queue (decode-first) or from the router (prefill-first).
 
-    ``num_blocks`` are the request's in our block size; the decode worker holds the first ``num_cached_tokens`` tokens
-    already. With prefill-first its grant may name more. ``term`` is our own. ``num_tokens`` are the request's; 0: as
-    many as the blocks hold. ``may_return``: it may go back to the queue if the decode worker cannot be reached from
+    The decode worker holds the first ``num_cached_tokens`` of its tokens already; with prefill-first its grant may name
+    more. ``term`` is our own. ``may_return``: it may go back to the queue if the decode worker cannot be reached from
     here.
     """
 
-    decode_worker_id: str
-    num_blocks: int
-    num_cached_tokens: int
+    prefill: RemotePrefillRequest
     term: int
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
-    num_tokens: int = 0
     may_return: bool = False
 
 

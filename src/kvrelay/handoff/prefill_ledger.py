@@ -70,13 +70,13 @@ class PrefillLedger:
     # -- one hand-off -------------------------------------------------------------------------------------------------
 
     def _pulled(self, event: pe.Pulled, context: PrefillContext) -> None:
-        if self._is_new(event.handoff_id, context):
-            handoff = self.handoffs[event.handoff_id] = PrefillHandoff(
-                handoff_id=event.handoff_id,
-                decode_worker_id=event.decode_worker_id,
-                num_blocks=event.num_blocks,
-                num_cached_tokens=event.num_cached_tokens,
-                num_tokens=event.num_tokens,
+        prefill = event.prefill
+        if self._is_new(prefill.handoff_id, context):
+            handoff = self.handoffs[prefill.handoff_id] = PrefillHandoff(
+                handoff_id=prefill.handoff_id,
+                decode_worker_id=prefill.decode_worker_id,
+                num_tokens=len(prefill.token_ids),
+                num_cached_tokens=prefill.num_cached_tokens,
                 started_s=context.now_s,
                 due_s=context.now_s + self.rules.claim_timeout_of(event.order),
                 order=event.order,
@@ -85,13 +85,11 @@ class PrefillLedger:
             handoff.begin(event, context)
 
     def _prefix_wanted(self, event: pe.PrefixWanted, context: PrefillContext) -> None:
-        num_tokens = len(event.prefix.token_ids)
         handoff = self.handoffs[event.handoff_id] = PrefillHandoff(
             handoff_id=event.handoff_id,
             decode_worker_id=event.decode_worker_id,
-            num_blocks=num_tokens // self.rules.block_size,
+            num_tokens=len(event.prefix.token_ids),
             num_cached_tokens=0,
-            num_tokens=num_tokens,
             started_s=context.now_s,
             due_s=context.now_s + min(event.timeout_s, self.rules.claim_timeout_s),
             load=event.blocks,

@@ -20,27 +20,11 @@ def opened(prefill: RemotePrefillRequest, ledger: DecodeLedger, direction: KvDir
         prefill.request_id,
         prefill.block_ids,
         prefill.num_cached_tokens // ledger.rules.block_size,
+        len(prefill.token_ids),
         order=HandoffOrder.DECODE_FIRST if expected is None else HandoffOrder.PREFILL_FIRST,
         direction=direction,
         claimant=None if expected is None else expected.claimant,
         term=term,
-        num_tokens=len(prefill.token_ids),
-    )
-
-
-def pulled(
-    prefill: RemotePrefillRequest, block_size: int, term: int, order: HandoffOrder, *, may_return: bool
-) -> pe.Pulled:
-    """Prefill side: a prefill to compute, in blocks of ``block_size`` tokens."""
-    return pe.Pulled(
-        prefill.handoff_id,
-        prefill.decode_worker_id,
-        -(-len(prefill.token_ids) // block_size),
-        prefill.num_cached_tokens,
-        term,
-        order,
-        num_tokens=len(prefill.token_ids),
-        may_return=may_return,
     )
 
 

@@ -39,7 +39,7 @@ from kvrelay.transfer.values import Pieces, TransferOp
 from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.sides.ports import DecodeWorkerPort, Link, SidePorts
 from kvrelay.worker.sides.side import Side
-from kvrelay.worker.translation import chunk_computed, engine_request, pulled
+from kvrelay.worker.translation import chunk_computed, engine_request
 
 _log = logging.getLogger(__name__)
 
@@ -218,8 +218,7 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         self._by_name[job.name] = job.request.handoff_id
         is_pulled = job.order is HandoffOrder.DECODE_FIRST
         self._marks.received(job.name, Phase.PULLED if is_pulled else Phase.RECEIVED)
-        term, may_return = self.ports.term(), job.may_return
-        self.handle(pulled(job.request, self._block_size, term, job.order, may_return=may_return))
+        self.handle(pe.Pulled(job.request, self.ports.term(), job.order, job.may_return))
 
     def _decline(self, job: Job, reason: EndReason) -> None:
         """Do not compute it, and tell its owner."""
