@@ -214,9 +214,10 @@ def ledgers(directory: Path) -> Measured:
 
     prefill = PrefillLedger(PrefillRules(worker_id="p", block_size=BLOCK_SIZE, kv_compatibility="same"))
     prefill.handle(Registered("d", 10.0, 1), 0.0)
+    sampling = SamplingParams()
 
     def at_prefill(name: str) -> None:
-        prefill.handle(pe.Pulled(RemotePrefillRequest(name, "d", name, tokens, 0, SamplingParams(), (), 0), 1), 0.0)
+        prefill.handle(pe.Pulled(RemotePrefillRequest(name, "d", name, tokens, 0, sampling, (), 0), 1), 0.0)
         prefill.handle(HandoffGrant(name, 1, blocks, 0, secret=9), 0.0)
         for first in range(0, len(blocks), 4):
             token = pe.FirstToken(7) if first + 4 == len(blocks) else None
