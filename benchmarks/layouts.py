@@ -96,7 +96,7 @@ def _cases(
             ids = np.arange(count)
             if case == "scattered":
                 ids = draw.permutation(pool_bytes // each.block_bytes)[:count]
-            runs.append(BlockRun(0, ids.tolist()))
+            runs.append(BlockRun(0, tuple(ids.tolist())))
         yield case, LayoutMapping(*pair).pieces(op, runs[0], runs[1])
 
 

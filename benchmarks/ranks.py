@@ -158,7 +158,7 @@ def _moved(giver: _End, taker: _End, mapping: LayoutMapping, ids: list[int]) -> 
     """Seconds, and seconds of CPU time, of all posts, one after the other."""
     cpu_s, begin_s = cpu_seconds(), time.perf_counter()
     for at in [*range(0, len(ids), BLOCKS_PER_POST)] * PASSES:
-        run = BlockRun(0, ids[at : at + BLOCKS_PER_POST])
+        run = BlockRun(0, tuple(ids[at : at + BLOCKS_PER_POST]))
         pieces = mapping.pieces(TransferOp.WRITE, run, run)
         handle = giver.transport.post(TransferOp.WRITE, taker.metadata.worker_id, pieces, b"done")
         waiting, arrived = {handle}, 0

@@ -24,6 +24,7 @@ from kvrelay.certify.pattern import UInt8Array
 from kvrelay.config import TransferConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.window import RemoteKey
 from kvrelay.core.workers import KvMetadata
 from kvrelay.transfer.base import Post, PostEnd
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
@@ -31,7 +32,7 @@ from kvrelay.transfer.ranks.link import RankTransport
 from kvrelay.transfer.ranks.messages import RankMemory
 from kvrelay.transfer.ranks.transport import RankedTransport
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
+from kvrelay.transfer.values import Pieces, TransferOp
 
 RATE = 25e9
 """Bytes per second of the link."""
@@ -267,7 +268,7 @@ class FakeRank(RankTransport):
 
     def __init__(self, inner: FakeTransport, region: MemoryRegion, stride: int) -> None:
         self.inner, self._own, self._stride = inner, region, stride
-        self.name, self.has_bar, self.grants, self.memory = inner.name, False, None, None
+        self.name, self.has_bar, self.memory = inner.name, False, None
 
     def register(self, region: MemoryRegion) -> bytes:
         agent = self.inner.register(self._own)
@@ -284,9 +285,9 @@ class FakeRank(RankTransport):
         return self.inner.has_peer(worker_id)
 
     def post(
-        self, op: TransferOp, worker_id: str, pieces: Pieces, notify: bytes | None = None, grant: GrantRef | None = None
+        self, op: TransferOp, worker_id: str, pieces: Pieces, notify: bytes | None = None, key: RemoteKey | None = None
     ) -> int:
-        return self.inner.post(op, worker_id, pieces, notify, grant)
+        return self.inner.post(op, worker_id, pieces, notify, key)
 
     def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         return self.inner.poll()

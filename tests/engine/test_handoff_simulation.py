@@ -19,6 +19,7 @@ from tests.draws import seeds
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
+from kvrelay.core.layout import BlockRun
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine import holding
@@ -91,7 +92,9 @@ class World:
         for start in step.remote_prefills:
             self.starts[start.handoff_id] = start
             num_hit_blocks = start.num_cached_tokens // self.decode.pool.block_size
-            self.tell_decode(de.Opened(start.handoff_id, start.request_id, start.block_ids, num_hit_blocks))
+            self.tell_decode(
+                de.Opened(start.handoff_id, start.request_id, start.block_ids, num_hit_blocks, len(start.token_ids))
+            )
         for handoff_id in step.closed_handoffs:
             self.tell_decode(de.Closed(handoff_id))
 
@@ -129,11 +132,7 @@ class World:
             if worker is None:
                 return
             match message:
-                case HandoffGrant():
-                    self.tell_prefill(worker, pe.Granted("d", message))
-                case HandoffAbandon():
-                    self.tell_prefill(worker, pe.Abandoned("d", message))
-                case HandoffRefused() | HandoffFetched():
+                case HandoffGrant() | HandoffAbandon() | HandoffRefused() | HandoffFetched():
                     self.tell_prefill(worker, message)
 
         self.later(deliver)
@@ -148,19 +147,17 @@ class World:
             self.queue.append(handoff_id)
         start = self.starts[handoff_id]
         worker.by_name[str(handoff_id)] = handoff_id
-        self.tell_prefill(worker, pe.Pulled(handoff_id, "d", len(start.block_ids), start.num_cached_tokens, 1))
+        self.tell_prefill(worker, pe.Pulled(start, 1))
 
     def step_prefill(self, worker: Prefill) -> None:
         step = worker.engine.step()
         assert not step.outputs
         for load in step.kv_loads:
-            wanted = pe.LoadRequested(
-                worker.by_name[load.request_id], pe.RequestBlocks(load.first_block, load.block_ids)
-            )
+            wanted = pe.LoadRequested(worker.by_name[load.request_id], BlockRun(load.first_block, load.block_ids))
             self.tell_prefill(worker, wanted)
         for chunk in step.handoff_chunks:
             token = None if chunk.token_id is None else pe.FirstToken(chunk.token_id)
-            blocks = pe.RequestBlocks(chunk.first_block, chunk.block_ids)
+            blocks = BlockRun(chunk.first_block, chunk.block_ids)
             self.tell_prefill(worker, pe.ChunkComputed(worker.by_name[chunk.request_id], blocks, token))
 
     def tell_prefill(self, worker: Prefill, event: pe.PrefillEvent) -> None:
@@ -216,13 +213,13 @@ class World:
 
         def read() -> None:
             if ok:
-                copy_blocks(self.decode, action.remote_block_ids, worker.engine, action.blocks.block_ids)
+                copy_blocks(self.decode, action.there.block_ids, worker.engine, action.here.block_ids)
             self.tell_prefill(worker, pe.HitsRead(action.handoff_id, ok))
 
         worker.copies.append(read)
 
     def write(self, worker: Prefill, action: pe.Write) -> None:
-        copy_blocks(worker.engine, action.blocks.block_ids, self.decode, action.remote_block_ids)
+        copy_blocks(worker.engine, action.here.block_ids, self.decode, action.there.block_ids)
         done: HandoffDone | None = action.done
         if done is not None and not worker.is_dead:
             self.later(lambda: self.tell_decode(de.Done(done)))

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from tests.handoff.nodes import Scenario
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
@@ -30,7 +30,6 @@ from kvrelay.handoff.messages import HandoffGrant
 from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillState
-from kvrelay.transfer.values import GrantRef
 from kvrelay.worker.sides.decode import IncomingHandoffs
 from kvrelay.worker.sides.prefill import OutgoingHandoffs
 from kvrelay.worker.translation import chunk_computed
@@ -140,7 +139,7 @@ def a_release_is_said_once(tick: Any) -> Any:
 def written_before_the_grant(computed: Any) -> Any:
     def mutated(self: PrefillHandoff, chunk: Any, turn: Any) -> None:
         if self.state is PrefillState.CLAIMING:
-            self.grant = HandoffGrant(self.handoff_id, 1, tuple(range(self.num_blocks)), self.num_cached_tokens)
+            self.grant = HandoffGrant(self.handoff_id, 1, tuple(range(self.num_tokens)), self.num_cached_tokens)
             self._move(PrefillState.SENDING)
         computed(self, chunk, turn)
 
@@ -394,7 +393,7 @@ def lent_under_any_number(lend: Any) -> Any:
     return mutated
 
 
-def back_before_the_grant_is_closed(ask: Any) -> Any:
+def back_before_the_window_is_closed(ask: Any) -> Any:
     def mutated(self: IncomingHandoffs, action: Any) -> None:
         if isinstance(action, de.EndLoan):
             self.ports.engine.post(partial(self._end_loan, action))
@@ -500,7 +499,7 @@ def told_to_the_engine(ask: Any) -> Any:
 
 
 def its_job_is_kept(settle: Any) -> Any:
-    return lambda self, action: self.jobs[action.handoff_id].origin.settled()
+    return lambda self, action: self.jobs[action.handoff_id].settled()
 
 
 def of_a_prefill_that_is_over(chunk: Any) -> Any:
@@ -515,14 +514,11 @@ def read_whoever_waits(is_wanted: Any) -> Any:
     return lambda self, action: True
 
 
-def opened_without_blocks(open_grant: Any) -> Any:
+def opened_without_blocks(open_window: Any) -> Any:
     def mutated(self: IncomingHandoffs, action: Any) -> None:
-        ref = GrantRef(str(action.message.handoff_id), action.message.generation)
-        grants, nothing_ = self.ports.transfer.grants, np.empty((0, 2), np.int64)
-        assert grants is not None
-        grants.open(ref, 0, action.worker_id, nothing_, nothing_)
-        if self.ledger.handoffs[action.message.handoff_id].loan:
-            open_grant(self, action)
+        key = RemoteKey(str(action.message.handoff_id), action.message.generation)
+        self.ports.transfer.open_window(MemoryWindow(key, 0, action.worker_id, (), (), 1, 1))
+        open_window(self, action)
 
     return mutated
 
@@ -536,17 +532,17 @@ SIDE_MUTANTS = [
         replacing(IncomingHandoffs, "_lend_prefix", lent_under_any_number),
     ),
     Mutant(
-        "the engine gets blocks back that the table of grants has not closed",
+        "the engine gets blocks back whose window is open",
         2,
         ONE,
-        replacing(IncomingHandoffs, "_ask_engine", back_before_the_grant_is_closed),
+        replacing(IncomingHandoffs, "_ask_engine", back_before_the_window_is_closed),
     ),
-    Mutant("a grant is sent before it is open", 8, ONE, replacing(IncomingHandoffs, "_open_grant", nothing)),
+    Mutant("a grant is sent before its window is open", 8, ONE, replacing(IncomingHandoffs, "_open_window", nothing)),
     Mutant(
-        "a grant of no blocks is opened, and nothing closes it",
+        "a window without blocks is opened, and nothing closes it",
         8,
         scenario(with_blocks=False, **PULL),
-        replacing(IncomingHandoffs, "_open_grant", opened_without_blocks),
+        replacing(IncomingHandoffs, "_open_window", opened_without_blocks),
     ),
     Mutant(
         "a request goes on with the first claimant's blocks",

@@ -17,13 +17,14 @@ from tests.handoff.nodes import PROMPT_TOKEN, D, Violation, number_of
 
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KeptBlocks, StepOutput
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.messages import HandoffGrant, HandoffReleased
 from kvrelay.rpc.wire import decode_message
-from kvrelay.transfer.values import GrantRef, TransferOp
+from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.sides.decode import DecodePorts
 from kvrelay.worker.sides.prefill import Job, PrefillPorts
 
@@ -61,7 +62,7 @@ class Blocks(NamedTuple):
 
 
 class JobRef(NamedTuple):
-    """A ``Job`` within a call."""
+    """A job within a call."""
 
     handoff_id: HandoffId
     may_return: bool
@@ -76,8 +77,8 @@ def kept(call: Callable[..., object], *answers: Any) -> Call:
 
 
 def _frozen(argument: Any) -> Any:
-    if isinstance(argument, Job):
-        return JobRef(argument.request.handoff_id, argument.origin.may_return)
+    if isinstance(argument, PlaneJob):
+        return JobRef(argument.request.handoff_id, argument.may_return)
     if isinstance(argument, pe.Write) and argument.done is not None:
         return msgspec.structs.replace(argument, done=without_words(argument.done))
     return argument
@@ -112,8 +113,8 @@ class Plane:
         thawed = [self.job(*value) if isinstance(value, JobRef) else value for value in arguments]
         getattr(self.node.side, name)(*thawed, *answers)
 
-    def job(self, handoff_id: HandoffId, may_return: bool) -> Job:
-        return Job(self.world.requests[handoff_id], Origin(self, handoff_id, may_return))
+    def job(self, handoff_id: HandoffId, may_return: bool) -> PlaneJob:
+        return PlaneJob(self, handoff_id, may_return)
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class Plane:
         notify: bytes | None = None,
         *,
         on_done: Callable[..., None],
-        grant: GrantRef,
+        key: RemoteKey,
         group: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
@@ -169,7 +170,7 @@ class Plane:
         ended = kept(on_done)
         kind = "write" if op is TransferOp.WRITE else self.kind_of_read
         handoff_id, peer = ended[1][0].handoff_id, number_of(worker_id)
-        new = Op(kind, handoff_id, peer, grant.generation, *pieces[:2], done, ended, group)
+        new = Op(kind, handoff_id, peer, key.generation, *pieces[:2], done, ended, group)
         if group in self.node.failed_groups:
             self.node.ended_ops += ((new, False),)
             return
@@ -219,19 +220,15 @@ class DecodePlane(Plane):
         if is_lent and not any(handoff == ref[0] for handoff, _ in self.node.opened):
             raise Violation("a grant is sent before it is open")
 
-    # -- the table of grants ------------------------------------------------------------------------------------------
+    # -- the table of windows -----------------------------------------------------------------------------------------
 
-    @property
-    def grants(self) -> DecodePlane:
-        return self
+    def open_window(self, window: MemoryWindow) -> None:
+        d, key, loan = self.node, window.key, window.loan
+        d.opened = frozenset(other for other in d.opened if other[0] != key.handoff) | {(key.handoff, loan)}
+        for block in window.writable:
+            d.writer[block] = (key.handoff, key.generation, loan)
 
-    def open(self, grant: GrantRef, loan: int, worker_id: str, readable: Any, writable: Any) -> None:
-        d = self.node
-        d.opened = frozenset(other for other in d.opened if other[0] != grant.handoff) | {(grant.handoff, loan)}
-        for block, _ in writable.tolist():
-            d.writer[block] = (grant.handoff, grant.generation, loan)
-
-    def close(self, handoff: str, loan: int) -> None:
+    def close_window(self, handoff: str, loan: int) -> None:
         d = self.node
         d.opened -= {(handoff, loan)}
         d.writer = {block: who for block, who in d.writer.items() if (who[0], who[2]) != (handoff, loan)}
@@ -390,21 +387,14 @@ class PrefillPlane(Plane):
         p.engine.pop(handoff_id, None)
 
 
-class Origin:
-    """A queue entry, or the prefill half of a pair."""
+class PlaneJob(Job):
+    """A queue entry, or the prefill half of a pair. Admission and frontends are not explored, and a prefill worker
+    pulls by what it holds."""
 
     def __init__(self, plane: Plane, handoff_id: HandoffId, may_return: bool) -> None:
+        super().__init__(plane.world.requests[handoff_id])
         self.plane, self.handoff_id, self.may_return = plane, handoff_id, may_return
         self.order = plane.world.scenario.order
-
-    def received(self) -> None:
-        """Admission is not explored."""
-
-    def first(self, output: Any) -> None:
-        """Nor is a frontend."""
-
-    def computed(self) -> None:
-        """A prefill worker pulls by what it holds."""
 
     def settled(self) -> None:
         queue = self.plane.world.queue

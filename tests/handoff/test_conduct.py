@@ -33,7 +33,7 @@ class Requests:
                 self.refused[action.message.handoff_id] = action.message.reason
 
     def open(self, name: str, now_s: float) -> None:
-        self.handle(de.Opened(name, name, (0, 1), 0), now_s)
+        self.handle(de.Opened(name, name, (0, 1), 0, 8), now_s)
 
     def claim(self, name: str, now_s: float, worker_id: str = "bad") -> None:
         self.handle(de.Claimed(HandoffClaim(name, worker_id, "same", term=1), f"to {worker_id}"), now_s)

@@ -6,8 +6,10 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
+from tests.handoff.events import pulled
 
-from kvrelay.core.handoff import KvDirection
+from kvrelay.core.handoff import HandoffId, KvDirection
+from kvrelay.core.layout import BlockRun
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
@@ -41,7 +43,7 @@ def decode_ledger(**rules: object) -> DecodeLedger:
     """With one open hand-off, "h" of request "r", and a prefill worker "p" in term 1."""
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same", **rules), lambda: SECRET)
     ledger.handle(Registered("p", 10.0, 1), 0.0)
-    opened = ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
+    opened = ledger.handle(de.Opened("h", "r", BLOCKS, 2, 20), 0.0)
     assert opened == [de.Push("h")]
     return ledger
 
@@ -122,7 +124,7 @@ def test_grants_have_different_secrets() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("p", 10.0, 1), 0.0)
     ledger.handle(Registered("q", 10.0, 1), 0.0)
-    ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
+    ledger.handle(de.Opened("h", "r", BLOCKS, 2, 20), 0.0)
     first = grant_of(ledger.handle(claim(), 1.0))
     ledger.handle(claim("q"), 2.0)
     second = grant_of(ledger.handle(de.LoanAllocated("h", 2, (0, 1, 7, 8, 9)), 3.0))
@@ -332,7 +334,7 @@ def test_an_engine_that_cannot_replace_blocks_computes_only_when_the_claimant_ha
 def test_pull_without_room_waits_for_it() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
     ledger.handle(Registered("p", 10.0, 1), 0.0)
-    ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL), 0.0)
+    ledger.handle(de.Opened("h", "r", (), 0, 8, direction=KvDirection.PULL), 0.0)
     ledger.handle(claim(), 1.0)
     ready = de.Offered(HandoffReady("h", 1, (8, 9), 7, None, 0.0, secret=SECRET), "to p")
     for generation, secret in ((1, 0), (1, SECRET + 1), (0, SECRET), (2, SECRET)):
@@ -341,7 +343,8 @@ def test_pull_without_room_waits_for_it() -> None:
         assert ledger.handle(de.Offered(foreign, "to q"), 1.5) == [abandon], "only the claimant offers KV"
     assert ledger.handle(ready, 2.0) == [de.AllocateLoan("h", 1)]
     assert ledger.handle(ready, 2.5) == [], "P repeats it"
-    assert ledger.handle(de.LoanAllocated("h", 1, (3, 4)), 3.0) == [de.Fetch("h", 1, "p", (8, 9), (3, 4), 0, 0, 4)]
+    here, there = BlockRun(0, (3, 4)), BlockRun(0, (8, 9))
+    assert ledger.handle(de.LoanAllocated("h", 1, (3, 4)), 3.0) == [de.Fetch("h", 1, "p", here, there, 4)]
     actions = ledger.handle(de.FetchEnded("h", 1, True), 4.0)
     assert actions[-2:] == [de.Resume("h", "r", 1, ready.message), de.EndLoan("h", 1)]
 
@@ -350,7 +353,7 @@ def test_while_one_generation_is_read_the_release_of_an_earlier_one_ends_its_gra
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
     for worker_id in ("p", "q"):
         ledger.handle(Registered(worker_id, 10.0, 1), 0.0)
-    ledger.handle(de.Opened("h", "r", BLOCKS, 2, direction=KvDirection.PULL), 0.0)
+    ledger.handle(de.Opened("h", "r", BLOCKS, 2, 20, direction=KvDirection.PULL), 0.0)
     for worker_id in ("p", "q"):
         ledger.handle(claim(worker_id), 1.0)
     ready = HandoffReady("h", 2, (8, 9, 10), 7, None, 0.0, secret=SECRET)
@@ -370,7 +373,7 @@ def engine_pull() -> tuple[DecodeLedger, de.Offered]:
     """A granted hand-off between engines that move the KV themselves, and P's message that everything is computed."""
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
     ledger.handle(Registered("p", 10.0, 1), 0.0)
-    ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL, num_tokens=18, term=1), 0.0)
+    ledger.handle(de.Opened("h", "r", (), 0, 18, direction=KvDirection.PULL, term=1), 0.0)
     grant = grant_of(ledger.handle(claim(), 1.0))
     assert (grant.direction, grant.block_ids, grant.num_cached_tokens) == (KvDirection.PULL, (), 0)
     message = HandoffReady("h", 1, (), None, None, 0.5, secret=SECRET, kv_transfer_params=PARAMS)
@@ -379,7 +382,7 @@ def engine_pull() -> tuple[DecodeLedger, de.Offered]:
 
 def test_an_engine_that_moves_kv_itself_reads_by_its_params_without_blocks() -> None:
     ledger, ready = engine_pull()
-    assert ledger.handle(ready, 2.0) == [de.Fetch("h", 1, "p", (), (), 0, 0, 0, PARAMS)]
+    assert ledger.handle(ready, 2.0) == [de.Fetch("h", 1, "p", kv_transfer_params=PARAMS)]
     assert ledger.handle(ready, 3.0) == [], "P repeats it until it hears of the end"
     fetched, resume = ledger.handle(de.FetchEnded("h", 1, True), 4.0)
     assert fetched == de.SendToPrefill("to p", HandoffFetched("h", 1))
@@ -445,7 +448,7 @@ def test_a_prefix_is_lent_for_a_limited_time() -> None:
 def prefill_ledger(**rules: object) -> PrefillLedger:
     """With one hand-off, of 5 blocks of which D holds 2, that is being claimed."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same", **rules))
-    actions = ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 0.0)
+    actions = ledger.handle(pulled(), 0.0)
     sent = HandoffClaim("h", "p", "same", ledger.rules.checksums, term=1, block_size=4)
     assert actions == [pe.Compute("h"), pe.SendClaim("d", sent)]
     return ledger
@@ -456,11 +459,12 @@ GRANT = HandoffGrant("h", 1, BLOCKS, 8, secret=SECRET)
 
 def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
     ledger = prefill_ledger()
-    load, chunk = pe.RequestBlocks(0, (20, 21)), pe.RequestBlocks(2, (22, 23))
+    load, chunk = BlockRun(0, (20, 21)), BlockRun(2, (22, 23))
     assert ledger.handle(pe.LoadRequested("h", load), 1.0) == []
     assert ledger.handle(pe.ChunkComputed("h", chunk), 1.0) == []
-    actions = ledger.handle(pe.Granted("d", GRANT), 2.0)
-    assert actions == [pe.ReadHits("h", load, (0, 1), 0), pe.Write("h", 1, chunk, (2, 3), None, 2)]
+    actions = ledger.handle(GRANT, 2.0)
+    read, write = pe.ReadHits("h", 1, load, BlockRun(0, (0, 1))), pe.Write("h", 1, chunk, BlockRun(2, (2, 3)), None)
+    assert actions == [read, write]
 
 
 @pytest.mark.parametrize(
@@ -471,11 +475,11 @@ def test_who_reads_a_prefix_hears_why_it_did_not_come(
     is_abandoned: bool, is_read: bool, reason: EndReason | None
 ) -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    here = pe.RequestBlocks(0, (20,))
+    here = BlockRun(0, (20,))
     ledger.handle(pe.PrefixWanted("x", "d", here, Prefix((1, 2, 3, 4)), 1, 5.0), 1.0)
-    assert ledger.handle(pe.Granted("d", HandoffGrant("x", 1, (7,), 4)), 2.0) == [pe.ReadHits("x", here, (7,), 0)]
+    assert ledger.handle(HandoffGrant("x", 1, (7,), 4), 2.0) == [pe.ReadHits("x", 1, here, BlockRun(0, (7,)))]
     if is_abandoned:
-        assert ledger.handle(pe.Abandoned("d", HandoffAbandon("x", 1)), 3.0) == [], "it still writes into our blocks"
+        assert ledger.handle(HandoffAbandon("x", 1), 3.0) == [], "it still writes into our blocks"
     loaded, released = ledger.handle(pe.HitsRead("x", is_read), 4.0)
     assert loaded == pe.ReportLoaded("x", reason is None, int(reason is None), reason)
     assert isinstance(released, pe.SendRelease)
@@ -483,9 +487,9 @@ def test_who_reads_a_prefix_hears_why_it_did_not_come(
 
 def test_the_release_waits_for_what_a_failed_write_has_left_under_way() -> None:
     ledger = prefill_ledger(late_s=1.0)
-    ledger.handle(pe.Granted("d", GRANT), 2.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22, 23))), 2.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(4, (24,))), 2.0)
+    ledger.handle(GRANT, 2.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22, 23))), 2.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(4, (24,))), 2.0)
     assert ledger.handle(pe.Written("h", False), 3.0) == [pe.StopComputing("h"), pe.Computed("h")]
     assert ledger.handle(pe.Written("h", False), 3.5) == [], "both may still land"
     assert ledger.next_tick_s() == 4.5
@@ -501,11 +505,11 @@ def test_the_release_waits_for_what_a_failed_write_has_left_under_way() -> None:
 def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("d", 10.0, 3), 0.0)
-    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    chunk = pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS)
+    ledger.handle(pulled(18, 0), 0.0)
+    chunk = pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS)
     assert ledger.handle(chunk, 1.0) == [pe.Computed("h")]
     grant = HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3, block_size=4, secret=SECRET)
-    (offer,) = ledger.handle(pe.Granted("d", grant), 2.0)
+    (offer,) = ledger.handle(grant, 2.0)
     assert isinstance(offer, pe.SendToDecode)
     assert offer.message == HandoffReady("h", 1, (), None, None, 1.0, secret=SECRET, kv_transfer_params=PARAMS)
     for other in (pe.Recalled("h", 1), pe.DecodeConnectionLost("d"), HandoffFetched("h", 2)):
@@ -517,10 +521,10 @@ def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
 def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("d", 10.0, 3), 0.0)
-    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS), 1.0)
-    ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3)), 2.0)
-    actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.0)
+    ledger.handle(pulled(18, 0), 0.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 1.0)
+    ledger.handle(HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3), 2.0)
+    actions = ledger.handle(HandoffAbandon("h", 1), 3.0)
     assert actions[:2] == [pe.StopComputing("h"), pe.FreeBlocks("h")]
     release = HandoffReleased("h", "p", EndReason.ABANDONED, PARAMS)
     assert actions[-1] == pe.SendRelease("d", release), "only D's engine can have it freed"
@@ -528,8 +532,8 @@ def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
 
 def test_kv_that_was_computed_for_a_refused_claim_is_given_back_too() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS), 1.0)
+    ledger.handle(pulled(18, 0), 0.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 1.0)
     actions = ledger.handle(HandoffRefused("h", RefusalReason.UNKNOWN), 2.0)
     assert actions[-1] == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.REFUSED, PARAMS))
     ledger.handle(pe.ReleaseAcknowledged("h"), 3.0)
@@ -538,18 +542,18 @@ def test_kv_that_was_computed_for_a_refused_claim_is_given_back_too() -> None:
 
 def test_kv_that_is_computed_after_the_stop_is_given_back() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 2.0)
+    ledger.handle(pulled(18, 0), 0.0)
+    actions = ledger.handle(HandoffAbandon("h", 1), 2.0)
     assert actions[-1] == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.ABANDONED))
-    actions = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS), 3.0)
+    actions = ledger.handle(pe.ChunkComputed("h", BlockRun(0, ()), kv_transfer_params=PARAMS), 3.0)
     assert actions == [pe.SendRelease("d", HandoffReleased("h", "p", EndReason.ABANDONED, PARAMS))]
 
 
 def test_an_engine_that_only_takes_blocks_gets_no_kv_transfer_params() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 0.0)
-    ledger.handle(pe.Granted("d", GRANT), 2.0)
-    actions = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, ()), kv_transfer_params=PARAMS), 3.0)
+    ledger.handle(pulled(), 0.0)
+    ledger.handle(GRANT, 2.0)
+    actions = ledger.handle(pe.ChunkComputed("h", BlockRun(2, ()), kv_transfer_params=PARAMS), 3.0)
     assert pe.StopComputing("h") in actions
     assert not [action for action in actions if isinstance(action, pe.SendToDecode | pe.Write)]
 
@@ -557,23 +561,23 @@ def test_an_engine_that_only_takes_blocks_gets_no_kv_transfer_params() -> None:
 def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:
     """D has blocks of 4 tokens, ours have 8; D holds the first 12 of 22 tokens."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=8, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 3, 12, 1, num_tokens=22), 0.0)
-    ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (0, 1, 2, 3, 4, 5), 12, block_size=4)), 1.0)
-    (read,) = ledger.handle(pe.LoadRequested("h", pe.RequestBlocks(0, (30,))), 1.0)
-    assert read == pe.ReadHits("h", pe.RequestBlocks(0, (30,)), (0, 1), 0)
-    (first,) = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(1, (31,))), 1.0)
-    assert first == pe.Write("h", 1, pe.RequestBlocks(1, (31,)), (3,), None, 3)
-    _, last = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (32,)), pe.FirstToken(7)), 1.0)
+    ledger.handle(pulled(22, 12), 0.0)
+    ledger.handle(HandoffGrant("h", 1, (0, 1, 2, 3, 4, 5), 12, block_size=4), 1.0)
+    (read,) = ledger.handle(pe.LoadRequested("h", BlockRun(0, (30,))), 1.0)
+    assert read == pe.ReadHits("h", 1, BlockRun(0, (30,)), BlockRun(0, (0, 1)))
+    (first,) = ledger.handle(pe.ChunkComputed("h", BlockRun(1, (31,))), 1.0)
+    assert first == pe.Write("h", 1, BlockRun(1, (31,)), BlockRun(3, (3,)), None)
+    _, last = ledger.handle(pe.ChunkComputed("h", BlockRun(2, (32,)), pe.FirstToken(7)), 1.0)
     assert isinstance(last, pe.Write)
-    assert (last.remote_first_block, last.remote_block_ids) == (4, (4, 5))
+    assert last.there == BlockRun(4, (4, 5))
 
 
 def test_a_chunk_that_lies_within_a_larger_block_is_written_into_a_part_of_it() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 5, 8, 1, num_tokens=18), 0.0)
-    ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (0, 1, 2), 8, block_size=8)), 1.0)
-    (write,) = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (42,))), 1.0)
-    assert write == pe.Write("h", 1, pe.RequestBlocks(2, (42,)), (1,), None, 1)
+    ledger.handle(pulled(18), 0.0)
+    ledger.handle(HandoffGrant("h", 1, (0, 1, 2), 8, block_size=8), 1.0)
+    (write,) = ledger.handle(pe.ChunkComputed("h", BlockRun(2, (42,))), 1.0)
+    assert write == pe.Write("h", 1, BlockRun(2, (42,)), BlockRun(1, (1,)), None)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 32), (32, 16)])
@@ -581,14 +585,14 @@ def test_checksums_cover_what_the_decode_worker_lacks(ours: int, theirs: int) ->
     """Units of 16 tokens, whatever the blocks; D holds 32 of 75 tokens."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=ours, kv_compatibility="same", checksums=True))
     num_blocks, granted = -(-75 // ours), tuple(range(-(-75 // theirs)))
-    ledger.handle(pe.Pulled("h", "d", num_blocks, 32, 1, num_tokens=75), 0.0)
+    ledger.handle(pulled(75, 32), 0.0)
     grant = HandoffGrant("h", 1, granted, 32, checksums=(10, 11), block_size=theirs)
-    ledger.handle(pe.Granted("d", grant), 1.0)
-    load = pe.RequestBlocks(0, tuple(range(32 // ours)))
+    ledger.handle(grant, 1.0)
+    load = BlockRun(0, tuple(range(32 // ours)))
     ledger.handle(pe.LoadRequested("h", load), 1.0)
     assert ledger.handle(pe.HitsRead("h", True), 1.0) == [pe.VerifyHits("h", load, (10, 11))]
     ledger.handle(pe.HitsVerified("h", True), 1.0)
-    rest = pe.RequestBlocks(32 // ours, tuple(range(32 // ours, num_blocks)))
+    rest = BlockRun(32 // ours, tuple(range(32 // ours, num_blocks)))
     ledger.handle(pe.ChunkComputed("h", rest, pe.FirstToken(7)), 1.0)
     of_blocks = tuple(range(20, 20 + len(rest.block_ids) * ours // 16))
     (write,) = ledger.handle(pe.ChunkChecksummed("h", of_blocks), 1.0)
@@ -600,7 +604,7 @@ def test_checksums_cover_what_the_decode_worker_lacks(ours: int, theirs: int) ->
 def test_the_decode_side_verifies_the_units_that_hold_tokens() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=32, kv_compatibility="same", checksums=True), lambda: SECRET)
     ledger.handle(Registered("p", 10.0, 1), 0.0)
-    ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, num_tokens=75), 0.0)
+    ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, 75), 0.0)
     ledger.handle(claim(block_size=16), 1.0)
     ledger.handle(de.HitsChecksummed("h", 1, (10, 11)), 1.0)
     done = HandoffDone("h", 1, 7, None, 0, 0.0, checksums=(20, 21, 22), secret=SECRET)
@@ -613,19 +617,19 @@ def test_pull_reads_from_blocks_of_another_size(theirs: int, kept: tuple[int, ..
     for block_ids in (kept, (*kept, 20)):
         ledger = DecodeLedger(DecodeRules(block_size=8, kv_compatibility="same"), lambda: SECRET)
         ledger.handle(Registered("p", 10.0, 1), 0.0)
-        ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, direction=KvDirection.PULL, num_tokens=18), 0.0)
+        ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, 18, direction=KvDirection.PULL), 0.0)
         ledger.handle(claim(block_size=theirs), 1.0)
         actions = ledger.handle(de.Offered(HandoffReady("h", 1, block_ids, 7, None, 0.0, secret=SECRET), "to p"), 2.0)
         if block_ids == kept:
-            assert actions == [de.Fetch("h", 1, "p", kept, (1, 2), 8 // theirs, 1, theirs)]
+            assert actions == [de.Fetch("h", 1, "p", BlockRun(1, (1, 2)), BlockRun(8 // theirs, kept), theirs)]
         else:
             assert not any(isinstance(action, de.Fetch) for action in actions)
 
 
 def test_blocks_are_free_when_the_last_write_has_ended() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.Granted("d", GRANT), 1.0)
-    computed, written = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
+    ledger.handle(GRANT, 1.0)
+    computed, written = ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
     assert computed == pe.Computed("h")
     assert isinstance(written, pe.Write)
     assert written.done == HandoffDone("h", 1, 7, None, 0, 2.0, secret=SECRET)
@@ -639,10 +643,10 @@ def test_a_prefill_took_as_long_as_the_engine_was_at_it(granted_s: float) -> Non
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     events: list[tuple[float, Any]] = []
     for name, pulled_s, computed_s in (("a", 0.0, 3.0), ("b", 0.0, 5.0), ("c", 6.0, 7.0)):
-        grant = pe.Granted("d", HandoffGrant(name, 1, (0,), 0, secret=SECRET))
-        chunk = pe.ChunkComputed(name, pe.RequestBlocks(0, (len(events),)), pe.FirstToken(7))
+        grant = HandoffGrant(name, 1, (0,), 0, secret=SECRET)
+        chunk = pe.ChunkComputed(name, BlockRun(0, (len(events),)), pe.FirstToken(7))
         times = pulled_s, max(pulled_s, granted_s), computed_s
-        events += zip(times, (pe.Pulled(name, "d", 1, 0, 1, num_tokens=4), grant, chunk))
+        events += zip(times, (pulled(4, 0, name), grant, chunk))
     actions = [action for time_s, event in sorted(events, key=itemgetter(0)) for action in ledger.handle(event, time_s)]
     sent = [action.done for action in actions if isinstance(action, pe.Write)]
     assert [(done.handoff_id, done.prefill_s) for done in sent if done is not None] == [("a", 3), ("b", 2), ("c", 1)]
@@ -651,8 +655,8 @@ def test_a_prefill_took_as_long_as_the_engine_was_at_it(granted_s: float) -> Non
 def sent_ledger() -> PrefillLedger:
     """Everything is computed; the last write is under way."""
     ledger = prefill_ledger()
-    ledger.handle(pe.Granted("d", GRANT), 1.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
+    ledger.handle(GRANT, 1.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
     return ledger
 
 
@@ -678,7 +682,7 @@ def test_done_may_be_heard_before_its_write_is_known_to_have_ended() -> None:
 def test_an_abandon_that_crosses_done_is_answered_until_that_is_heard() -> None:
     ledger = sent_ledger()
     ledger.handle(pe.Written("h", True), 3.0)
-    (said,) = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.1)
+    (said,) = ledger.handle(HandoffAbandon("h", 1), 3.1)
     assert isinstance(said, pe.SendRelease)
     assert ledger.num_in(PrefillState.RELEASING) == 1
     ledger.handle(pe.ReleaseAcknowledged("h"), 3.2)
@@ -698,7 +702,7 @@ def test_done_for_a_decode_worker_that_has_been_gone_for_long_is_forgotten() -> 
 
 def test_a_decode_worker_hears_that_its_prefill_is_being_computed() -> None:
     ledger = prefill_ledger(progress_s=2.0)
-    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    ledger.handle(GRANT, 1.0)
     said = [pe.SendToDecode("d", HandoffProgress("h", 1, SECRET))]
     assert ledger.handle(Tick(), 2.9) == []
     assert ledger.handle(Tick(), 3.0) == said
@@ -728,13 +732,13 @@ def test_a_refused_claim_costs_a_prefill_and_needs_no_release() -> None:
 )
 def test_a_grant_that_does_not_fit_is_given_up(grant: HandoffGrant) -> None:
     ledger = prefill_ledger()
-    released = ledger.handle(pe.Granted("d", grant), 1.0)[-1]
+    released = ledger.handle(grant, 1.0)[-1]
     assert released == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.BAD_GRANT))
 
 
 def returnable_ledger(*, may_return: bool = True) -> PrefillLedger:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Pulled("h", "d", 5, 8, 1, may_return=may_return), 0.0)
+    ledger.handle(pulled(may_return=may_return), 0.0)
     return ledger
 
 
@@ -745,7 +749,7 @@ def test_an_entry_whose_decode_worker_cannot_be_reached_goes_back_to_the_queue()
     assert actions == [pe.StopComputing("h"), pe.Computed("h"), pe.FreeBlocks("h"), pe.Return("h")]
     assert (ledger.counters.num_returned, ledger.counters.num_failed) == (1, 0)
     assert ledger.num_in(PrefillState.RELEASING) == 0
-    again = ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 2.0)
+    again = ledger.handle(pulled(), 2.0)
     assert [type(action) for action in again] == [pe.Compute, pe.SendClaim]
 
 
@@ -761,7 +765,7 @@ def test_no_entry_of_a_decode_worker_without_a_lease_goes_back() -> None:
     """No one can reach it: its clients are served elsewhere."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(LeaseEnded("d"), 0.0)
-    ledger.handle(pe.Pulled("h", "d", 5, 8, 1, may_return=True), 1.0)
+    ledger.handle(pulled(may_return=True), 1.0)
     actions = ledger.handle(pe.Unreachable("h"), 2.0)
     assert pe.Settle("h", EndReason.CLAIM_FAILED) in actions
 
@@ -796,50 +800,51 @@ def test_releases_for_a_decode_worker_that_has_been_gone_for_long_are_forgotten(
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_a_decode_worker_that_discovery_never_listed_is_told_for_a_limited_time(is_sent: bool) -> None:
     ledger = PrefillLedger(PrefillRules(4, "same", worker_id="p", gone_for_s=30.0))
-    ledger.handle(pe.Pulled("h", "d", 1, 0, 1), 0.0)
+    handoff_id = HandoffId("d", 1)
+    ledger.handle(pulled(4, 0, handoff_id), 0.0)
     if is_sent:
-        ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (7,), 0)), 0.0)
-        ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, (5,)), pe.FirstToken(7)), 10.0)
-        ledger.handle(pe.Written("h", True), 10.0)
+        ledger.handle(HandoffGrant(handoff_id, 1, (7,), 0), 0.0)
+        ledger.handle(pe.ChunkComputed(handoff_id, BlockRun(0, (5,)), pe.FirstToken(7)), 10.0)
+        ledger.handle(pe.Written(handoff_id, True), 10.0)
     else:
-        ledger.handle(pe.Cancelled("h"), 10.0)
+        ledger.handle(pe.Cancelled(handoff_id), 10.0)
     repeated = pe.SendToDecode if is_sent else pe.SendRelease
     assert any(isinstance(action, repeated) for action in ledger.handle(Tick(), 39.9))
     assert ledger.handle(Tick(), 45.0) == []
     assert not ledger.handoffs
-    answer = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 50.0)
+    answer = ledger.handle(HandoffAbandon(handoff_id, 1), 50.0)
     assert [type(action) for action in answer] == [pe.SendRelease], "it may ask later"
 
 
 def test_an_abandon_that_overtakes_its_grant_counts() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 1.0)
-    assert ledger.handle(pe.Granted("d", GRANT), 1.0) == []
+    ledger.handle(HandoffAbandon("h", 1), 1.0)
+    assert ledger.handle(GRANT, 1.0) == []
     assert ledger.counters.num_abandoned == 1
 
 
 def test_an_abandon_of_something_unknown_is_answered() -> None:
-    (said,) = prefill_ledger().handle(pe.Abandoned("d", HandoffAbandon("other", 3)), 1.0)
+    (said,) = prefill_ledger().handle(HandoffAbandon(HandoffId("d", 3), 3), 1.0)
     assert isinstance(said, pe.SendRelease)
-    assert (said.worker_id, said.message.handoff_id) == ("d", "other")
+    assert (said.worker_id, said.message.handoff_id) == ("d", HandoffId("d", 3))
 
 
 def test_an_entry_that_is_delivered_again_is_settled_only() -> None:
     ledger = prefill_ledger()
-    assert [type(a) for a in ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 1.0)] == [pe.Settle]
+    assert [type(a) for a in ledger.handle(pulled(), 1.0)] == [pe.Settle]
 
 
 def test_what_could_not_be_read_is_computed() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.Granted("d", GRANT), 1.0)
-    ledger.handle(pe.LoadRequested("h", pe.RequestBlocks(0, (20, 21))), 1.0)
+    ledger.handle(GRANT, 1.0)
+    ledger.handle(pe.LoadRequested("h", BlockRun(0, (20, 21))), 1.0)
     assert ledger.handle(pe.HitsRead("h", False), 2.0) == [pe.ReportLoaded("h", False)]
 
 
 def test_a_lost_lease_stops_everything_and_waits_for_what_moves() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.Granted("d", GRANT), 1.0)
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22,))), 1.0)
+    ledger.handle(GRANT, 1.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(2, (22,))), 1.0)
     assert ledger.handle(LeaseLost(), 2.0) == [pe.StopComputing("h"), pe.Computed("h")]
     actions = ledger.handle(pe.Written("h", False), 3.0)
     assert actions[:2] == [pe.FreeBlocks("h"), pe.Settle("h", EndReason.LEASE_LOST)]
@@ -887,7 +892,7 @@ def test_a_worker_that_registers_in_a_later_term_is_fenced_at_once() -> None:
 def test_a_claimant_that_reconnects_before_its_old_connection_is_known_as_lost_leaves_nobody_waiting() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
-    ledger.handle(de.Opened("h2", "r2", (5, 6), 0), 1.5)
+    ledger.handle(de.Opened("h2", "r2", (5, 6), 0, 8), 1.5)
     ledger.handle(de.Claimed(HandoffClaim("h2", "p", "same", term=1), "again to p"), 2.0)
     actions = ledger.handle(de.ClaimantConnectionLost("to p"), 3.0)
     assert [a.handoff_id for a in actions if isinstance(a, de.ComputeHere)] == ["h"]
@@ -898,6 +903,6 @@ def test_a_move_that_the_table_does_not_have_raises(monkeypatch: pytest.MonkeyPa
     ledger = prefill_ledger()
     monkeypatch.setitem(PREFILL_TRANSITIONS, ledger.handoffs["h"].state, frozenset())
     with pytest.raises(IllegalTransitionError):
-        ledger.handle(pe.Granted("d", GRANT), 2.0)
+        ledger.handle(GRANT, 2.0)
     assert set(PREFILL_TRANSITIONS) == set(PrefillState)
     assert set(DECODE_TRANSITIONS) == set(DecodeState)

@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.handoff.events import pulled
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.core.layout import BlockRun
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, LeaseEnded, RefusalReason, Registered, Tick
@@ -28,7 +30,7 @@ from kvrelay.handoff.prefill_state import PrefillRules
 FIRST = HandoffOrder.PREFILL_FIRST
 BLOCKS = (0, 1, 2, 3, 4)
 CLAIM = de.Claimed(HandoffClaim("h", "p", "same", order=FIRST, term=1), "to p")
-OPENED = de.Opened("h", "r", BLOCKS, 2, FIRST, claimant="p")
+OPENED = de.Opened("h", "r", BLOCKS, 2, 20, FIRST, claimant="p")
 RELEASED = HandoffReleased("h", "p")
 
 
@@ -144,7 +146,7 @@ def test_a_claimant_whose_lease_has_ended_is_not_waited_for() -> None:
     ledger.handle(de.Expected("h", "p"), 0.0)
     assert computed_here(ledger.handle(OPENED, 0.1)) == [EndReason.CLAIMANT_LEASE_ENDED]
     ledger.handle(Registered("q", 10.0, 1), 0.0)
-    ledger.handle(de.Opened("i", "r", BLOCKS, 2, FIRST, claimant="q"), 0.1)
+    ledger.handle(de.Opened("i", "r", BLOCKS, 2, 20, FIRST, claimant="q"), 0.1)
     assert computed_here(ledger.handle(LeaseEnded("q"), 0.2)) == [EndReason.CLAIMANT_LEASE_ENDED]
 
 
@@ -163,7 +165,7 @@ def test_the_frontend_ends_the_wait_for_a_claim_but_no_grant() -> None:
     ledger = decode_ledger()
     ledger.handle(OPENED, 0.0)
     assert computed_here(ledger.handle(de.ClaimantGone("h"), 0.1)) == [EndReason.CLAIMANT_LOST]
-    ledger.handle(de.Opened("i", "r", BLOCKS, 2, FIRST, claimant="p"), 0.0)
+    ledger.handle(de.Opened("i", "r", BLOCKS, 2, 20, FIRST, claimant="p"), 0.0)
     assert granted(ledger.handle(de.Claimed(HandoffClaim("i", "p", "same", order=FIRST, term=1), "to p"), 0.1))
     assert ledger.handle(de.ClaimantGone("i"), 0.2) == []
     assert ledger.handle(de.ClaimantGone("unknown"), 0.2) == []
@@ -196,32 +198,32 @@ def prefill_ledger(**rules: float) -> PrefillLedger:
         PrefillRules(worker_id="p", block_size=4, kv_compatibility="same", claim_timeout_s=5.0, **rules)
     )
     ledger.handle(Registered("d", 10.0, 1), 0.0)
-    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, FIRST), 0.0)
+    ledger.handle(pulled(num_cached=0, order=FIRST), 0.0)
     return ledger
 
 
 def grant(num_cached_tokens: int, block_ids: tuple[int, ...] = BLOCKS) -> pe.Granted:
-    return pe.Granted("d", HandoffGrant("h", 1, block_ids, num_cached_tokens))
+    return HandoffGrant("h", 1, block_ids, num_cached_tokens)
 
 
 def writes(actions: list[Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(a.blocks.block_ids, a.remote_block_ids) for a in actions if isinstance(a, pe.Write)]
+    return [(a.here.block_ids, a.there.block_ids) for a in actions if isinstance(a, pe.Write)]
 
 
 def test_only_what_the_decode_worker_lacks_is_written() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, (10, 11))), 0.0)
+    ledger.handle(pe.ChunkComputed("h", BlockRun(0, (10, 11))), 0.0)
     assert writes(ledger.handle(grant(12), 0.1)) == []
-    last = pe.ChunkComputed("h", pe.RequestBlocks(2, (12, 13, 14)), pe.FirstToken(7))
+    last = pe.ChunkComputed("h", BlockRun(2, (12, 13, 14)), pe.FirstToken(7))
     (write,) = [action for action in ledger.handle(last, 0.2) if isinstance(action, pe.Write)]
-    assert (write.blocks, write.remote_block_ids) == (pe.RequestBlocks(3, (13, 14)), (3, 4))
+    assert (write.here, write.there.block_ids) == (BlockRun(3, (13, 14)), (3, 4))
     assert write.done is not None
 
 
 def test_a_chunk_that_is_computed_after_the_grant_is_trimmed_too() -> None:
     ledger = prefill_ledger()
     ledger.handle(grant(4), 0.1)
-    assert writes(ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, (10, 11))), 0.2)) == [((11,), (1,))]
+    assert writes(ledger.handle(pe.ChunkComputed("h", BlockRun(0, (10, 11))), 0.2)) == [((11,), (1,))]
 
 
 @pytest.mark.parametrize("num_cached_tokens", [-4, 3, 20, 24])

@@ -38,6 +38,7 @@ from tests.handoff.plane import DecodePlane, PrefillPlane, Reader, Stage
 
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import FIRST_PREFIX, HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.layout import BlockRun
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
@@ -390,8 +391,9 @@ class World(Hazards, Memory):
             d.blocks[handoff_id] = blocks
             d.loans[handoff_id, 1] = blocks
         if scenario.order is HandoffOrder.PREFILL_FIRST and not scenario.is_paired:
-            hits_and_order = (scenario.num_hit_blocks, scenario.order, scenario.direction)
-            opened = de.Opened(handoff_id, f"r-{handoff_id}", blocks, *hits_and_order, term=d.lease.term)
+            counts = scenario.num_hit_blocks, scenario.num_hit_blocks + scenario.num_chunks
+            how = scenario.order, scenario.direction
+            opened = de.Opened(handoff_id, f"r-{handoff_id}", blocks, *counts, *how, term=d.lease.term)
             self.handle(D, opened)
             return
         request, num_cached = self.requests[handoff_id], scenario.num_hit_blocks
@@ -416,7 +418,7 @@ class World(Hazards, Memory):
             p.engine[handoff_id] = ("loading",)
             p.held |= {handoff_id}
             prefix = Prefix(tuple(range(scenario.num_hit_blocks)))
-            wanted = pe.PrefixWanted(handoff_id, "d", pe.RequestBlocks(0, hits), prefix, p.lease.term, 1)
+            wanted = pe.PrefixWanted(handoff_id, "d", BlockRun(0, hits), prefix, p.lease.term, 1)
             p.side.read_prefix(Reader(p.plane, handoff_id), wanted)
             return
         if step == "load":

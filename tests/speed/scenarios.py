@@ -29,7 +29,9 @@ from kvrelay.core.clock import ManualClock, MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.hashing import compute_sequence_hashes
+from kvrelay.core.layout import BlockRun
 from kvrelay.core.messages import OutputBatch, Ping, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerInfo
@@ -199,12 +201,12 @@ def routing(directory: Path) -> Measured:
 
 def ledgers(directory: Path) -> Measured:
     """A hand-off without faults, in the ledger of either side: 4 chunks of 4 blocks."""
-    blocks = tuple(range(16))
+    blocks, tokens = tuple(range(16)), tuple(range(256))
     decode = DecodeLedger(DecodeRules(block_size=BLOCK_SIZE, kv_compatibility="same"), lambda: 9)
     decode.handle(Registered("p", 10.0, 1), 0.0)
 
     def at_decode(name: str) -> None:
-        decode.handle(de.Opened(name, f"request {name}", blocks, 0), 0.0)
+        decode.handle(de.Opened(name, f"request {name}", blocks, 0, len(tokens)), 0.0)
         actions = decode.handle(de.Claimed(HandoffClaim(name, "p", "same", term=1), "to p"), 0.0)
         (grant,) = [action.message for action in actions if isinstance(action, de.SendGrant)]
         decode.handle(de.Done(HandoffDone(name, grant.generation, 7, None, 0, 0.0, None, 9)), 0.0)
@@ -212,13 +214,14 @@ def ledgers(directory: Path) -> Measured:
 
     prefill = PrefillLedger(PrefillRules(worker_id="p", block_size=BLOCK_SIZE, kv_compatibility="same"))
     prefill.handle(Registered("d", 10.0, 1), 0.0)
+    sampling = SamplingParams()
 
     def at_prefill(name: str) -> None:
-        prefill.handle(pe.Pulled(name, "d", len(blocks), 0, 1, num_tokens=256), 0.0)
-        prefill.handle(pe.Granted("d", HandoffGrant(name, 1, blocks, 0, secret=9)), 0.0)
+        prefill.handle(pe.Pulled(RemotePrefillRequest(name, "d", name, tokens, 0, sampling, (), 0), 1), 0.0)
+        prefill.handle(HandoffGrant(name, 1, blocks, 0, secret=9), 0.0)
         for first in range(0, len(blocks), 4):
             token = pe.FirstToken(7) if first + 4 == len(blocks) else None
-            prefill.handle(pe.ChunkComputed(name, pe.RequestBlocks(first, blocks[first : first + 4]), token), 0.0)
+            prefill.handle(pe.ChunkComputed(name, BlockRun(first, blocks[first : first + 4]), token), 0.0)
             prefill.handle(pe.Written(name, True), 0.0)
         prefill.handle(HandoffFetched(name, 1), 0.0)
         assert name not in prefill.handoffs

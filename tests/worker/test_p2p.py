@@ -16,9 +16,10 @@ from tests.worker.test_metrics import PAGE, samples
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.handoff import HandoffId
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.handoff.messages import HandoffGrant
 from kvrelay.transfer.p2p import shared as p2p_shared
-from kvrelay.transfer.values import GrantRef, TransferOp
+from kvrelay.transfer.values import TransferOp
 
 P2P = TransferConfig(transport="p2p", transfer_timeout_s=60.0, p2p_room_wait_s=30.0)
 BLOCK_BYTES = 4096
@@ -45,7 +46,7 @@ async def test_workers_hand_over_and_leave_nothing_behind(send_type: str) -> Non
         await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 3)
         assert counters(decode).num_connections == 1
         assert counters(decode).num_spilled == counters(decode).num_lost == counters(decode).num_refused == 0
-        await shared.until(lambda: decode.transport.grants.num_open == 0)
+        await shared.until(lambda: decode.transport.windows.num_open == 0)
         for name in samples(decode.worker):
             if name.startswith("p2p_"):
                 assert name in PAGE.read_text()
@@ -91,7 +92,7 @@ async def test_bytes_that_come_after_their_grant_has_ended_touch_no_block() -> N
             # P releases, and the request is computed here.
             prefill.worker.transfer.fail_all("for a test")
             assert await client.answer("r") == expected(prompt(900), 8)
-            await shared.until(lambda: decode.transport.grants.num_open == 0)
+            await shared.until(lambda: decode.transport.windows.num_open == 0)
             blocks = range(decode.core.pool.num_blocks)
             before = decode.core.executor.checksum_blocks(blocks)
             go_on.set()
@@ -104,35 +105,35 @@ async def test_a_claimant_may_read_hits_and_write_the_rest_before_it_hears_of_it
         prefill, decode, client = await shared.pair()
         client.send("local", prompt(60))
         await client.answer("local")
-        grants, open_grant, send = decode.transport.grants, decode.transport.grants.open, decode.server.send
-        opened: list[GrantRef] = []
-        seen: list[tuple[HandoffGrant, list[GrantRef], list[bool]]] = []
+        windows, open_window, send = decode.transport.windows, decode.transport.windows.open, decode.server.send
+        opened: list[RemoteKey] = []
+        seen: list[tuple[HandoffGrant, list[RemoteKey], list[bool]]] = []
 
-        def opening(ref: GrantRef, *arguments: object) -> None:
-            opened.append(ref)
-            open_grant(ref, *arguments)
+        def opening(window: MemoryWindow) -> None:
+            opened.append(window.key)
+            open_window(window)
 
-        def may(op: TransferOp, ref: GrantRef, block: int) -> bool:
+        def may(op: TransferOp, key: RemoteKey, block: int) -> bool:
             size = decode.engine.facts.kv_layout.block_bytes
             where = np.array([block * size]), np.array([size])
-            return grants.refusal(op, prefill.id, ref, *where) is None
+            return windows.refusal(op, prefill.id, key, *where) is None
 
         def sending(peer: object, message: object) -> bool:
             if isinstance(message, HandoffGrant):
-                ref = GrantRef(str(message.handoff_id), message.generation)
+                key = RemoteKey(str(message.handoff_id), message.generation)
                 access = [
-                    (may(TransferOp.READ, ref, block), may(TransferOp.WRITE, ref, block)) for block in message.block_ids
+                    (may(TransferOp.READ, key, block), may(TransferOp.WRITE, key, block)) for block in message.block_ids
                 ]
                 seen.append((message, [*opened], access))
             return send(peer, message)
 
-        grants.open, decode.server.send = opening, sending
+        windows.open, decode.server.send = opening, sending
         tokens = prompt(60) + prompt(200, 5)
         client.send("remote", tokens)
         assert await client.answer("remote") == expected(tokens, 8)
         ((grant, opened_before, access),) = seen
         num_hits = grant.num_cached_tokens // 16
-        assert opened_before == [GrantRef(str(grant.handoff_id), grant.generation)]
+        assert opened_before == [RemoteKey(str(grant.handoff_id), grant.generation)]
         assert num_hits == 3
         assert access == [(True, False)] * num_hits + [(False, True)] * (len(grant.block_ids) - num_hits)
 
@@ -141,8 +142,8 @@ async def test_a_peer_loses_its_permission_before_the_engine_gets_the_blocks_bac
     """The engine may give them to another request at once, and a late copy would still be allowed."""
     async with cluster(transfer=P2P) as shared:
         _, decode, client = await shared.pair()
-        grants, engine, core = decode.transport.grants, decode.engine, decode.core
-        close, post, end_loan = grants.close, engine.post, core.end_loan
+        windows, engine, core = decode.transport.windows, decode.engine, decode.core
+        close, post, end_loan = windows.close, engine.post, core.end_loan
         order, lock = itertools.count(), threading.Lock()
         closed: dict[tuple[str, int], int] = {}
         ended: dict[tuple[str, int], int] = {}
@@ -169,7 +170,7 @@ async def test_a_peer_loses_its_permission_before_the_engine_gets_the_blocks_bac
             ended.setdefault((str(handoff_id), loan), running.posted)
             end_loan(handoff_id, loan)
 
-        grants.close, engine.post, core.end_loan = closing, posting, ending
+        windows.close, engine.post, core.end_loan = closing, posting, ending
         for request in range(4):
             client.send(f"r{request}", prompt(900, request))
         client.abort("r3")
@@ -184,9 +185,9 @@ async def test_a_peer_loses_its_permission_before_the_engine_gets_the_blocks_bac
 
 @contextmanager
 def _held(node: Node):
-    """The first copy into the worker's blocks waits between its receive and its look at the grant."""
-    grants = node.transport.grants
-    touching = grants.touching
+    """The first copy into the worker's blocks waits between its receive and its look at the window."""
+    windows = node.transport.windows
+    touching = windows.touching
     is_held, go_on = threading.Event(), threading.Event()
 
     def held(*arguments):
@@ -195,9 +196,9 @@ def _held(node: Node):
             assert go_on.wait(WAIT_S)
         return touching(*arguments)
 
-    grants.touching = held
+    windows.touching = held
     try:
         yield is_held, go_on
     finally:
         go_on.set()
-        grants.touching = touching
+        windows.touching = touching

@@ -188,7 +188,7 @@ async def test_what_was_read_is_not_trusted_if_anything_has_ended_meanwhile(faul
             (handoff,) = reader.outgoing.handoffs.values()
             assert handoff.grant is not None
             abandon = HandoffAbandon(handoff.handoff_id, handoff.grant.generation)
-            reader.worker.prefill.handoffs.handle(pe.Abandoned(holder.id, abandon))
+            reader.worker.prefill.handoffs.handle(abandon)
         else:
             reader.worker.prefill.handoffs.handle(pe.DecodeConnectionLost(holder.id))
         read.may_go.set()

@@ -11,6 +11,7 @@ from tests.handoff.scenarios import SCENARIOS
 
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.layout import BlockRun
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import KvLoad, StepOutput
 from kvrelay.errors import InvalidInputError, KvrelayError, ProtocolError, WorkerUnavailableError
@@ -40,6 +41,19 @@ class Marks(WorkerMarks):
         self.forgotten.append(name)
 
 
+class Counted(Job):
+    """How often it was settled, and given back."""
+
+    may_return = True
+    num_settled = num_returned = 0
+
+    def settled(self) -> None:
+        self.num_settled += 1
+
+    def returned(self) -> None:
+        self.num_returned += 1
+
+
 class Recording(OutgoingHandoffs):
     """A prefill worker p0 that notes the events of its ledger instead of having them handled."""
 
@@ -62,19 +76,15 @@ class Recording(OutgoingHandoffs):
     def handle(self, event: Any) -> None:
         self.events.append(event)
 
-    def pull(self, owner: str = "d", by: str = "d", is_expired: bool = False, **changes: Any) -> SimpleNamespace:
-        """Its origin, which counts how often it was settled."""
+    def pull(self, owner: str = "d", by: str = "d", is_expired: bool = False, **changes: Any) -> Counted:
         fields = {"model": "m", "sampling": SamplingParams(), **changes}
         request = RemotePrefillRequest(
             HandoffId(owner, 1), by, "r", (1, 2), 0, fields["sampling"], (), 0, model=fields["model"]
         )
-        origin = SimpleNamespace(
-            order=changes.get("order", HandoffOrder.DECODE_FIRST), may_return=True, num_settled=0, num_returned=0
-        )
-        origin.settled = lambda: setattr(origin, "num_settled", origin.num_settled + 1)
-        origin.returned = lambda: setattr(origin, "num_returned", origin.num_returned + 1)
-        self.pulled(Job(request, origin), is_expired=is_expired)
-        return origin
+        job = Counted(request)
+        job.order = changes.get("order", HandoffOrder.DECODE_FIRST)
+        self.pulled(job, is_expired=is_expired)
+        return job
 
 
 def test_an_entry_of_another_owner_than_its_hand_off_is_dropped() -> None:
@@ -116,41 +126,41 @@ def test_what_is_begun_is_received_in_the_phase_of_its_order() -> None:
 
 def test_a_constrained_entry_is_begun_once_its_grammar_is_compiled() -> None:
     side = Recording()
-    origin = side.pull(sampling=CONSTRAINED)
+    job = side.pull(sampling=CONSTRAINED)
     assert not side.events
     side.compiled[0](None)
     assert [type(event) for event in side.events] == [pe.Pulled]
-    assert origin.num_settled == 0
+    assert job.num_settled == 0
 
 
 def test_what_happens_while_a_grammar_is_compiled_decides_about_its_entry() -> None:
     """It was delivered again and begun meanwhile; its grammar is none; the lease under which it was pulled has gone."""
     side = Recording()
-    origin = side.pull(sampling=CONSTRAINED)
+    job = side.pull(sampling=CONSTRAINED)
     side.ledger.seen[HandoffId("d", 1)] = None
     side.compiled[0](None)
-    assert (origin.num_settled, side.events) == (1, [])
+    assert (job.num_settled, side.events) == (1, [])
     for error, term, reason in (
         (InvalidInputError("no grammar"), 1, EndReason.ENGINE_REFUSED),
         (None, 2, EndReason.LEASE_LOST),
     ):
         side = Recording()
-        origin = side.pull(sampling=CONSTRAINED)
+        job = side.pull(sampling=CONSTRAINED)
         side.term = term
         side.compiled[0](error)
         assert side.events == [pe.Declined(HandoffId("d", 1), "d", reason)]
-        assert origin.num_settled == 0
+        assert job.num_settled == 0
 
 
 @pytest.mark.parametrize("is_returned", [False, True])
 def test_what_is_over_is_told_once_and_forgotten(is_returned: bool) -> None:
     """The queue would deliver it again, and a name that stays is a leak; a late step of it is none of ours."""
     side = Recording()
-    origin, handoff_id = side.pull(), HandoffId("d", 1)
+    job, handoff_id = side.pull(), HandoffId("d", 1)
     load = KvLoad(str(handoff_id), 0, (5,))
     side.on_step(StepOutput(kv_loads=[load]))
     side.carry_out(pe.Return(handoff_id) if is_returned else pe.Settle(handoff_id, None))
-    assert (origin.num_settled, origin.num_returned) == (not is_returned, is_returned)
+    assert (job.num_settled, job.num_returned) == (not is_returned, is_returned)
     assert not side.jobs
     assert side.marks.forgotten == [str(handoff_id)]
     side.on_step(StepOutput(kv_loads=[load]))
@@ -174,14 +184,14 @@ def test_only_what_no_way_leads_to_may_be_tried_from_elsewhere(error: KvrelayErr
 
 
 def test_kv_is_neither_read_nor_written_between_memories_that_are_not_connected_or_do_not_fit() -> None:
-    side, handoff_id, blocks = Recording(), HandoffId("d", 1), pe.RequestBlocks(0, (1,))
+    side, handoff_id, blocks = Recording(), HandoffId("d", 1), BlockRun(0, (1,))
     side.pull()
     side.ledger.handoffs[handoff_id] = SimpleNamespace(decode_block_size=lambda rules: 4)  # type: ignore[assignment]
     later: list[Callable[[], None]] = []
     side.ports.memory = SimpleNamespace(pieces=lambda *_: None)  # type: ignore[assignment]
     side.ports.turns.soon = lambda call, *arguments: later.append(lambda: call(*arguments))  # type: ignore[method-assign]
-    side.carry_out(pe.ReadHits(handoff_id, blocks, (7,), 0))
-    side.carry_out(pe.Write(handoff_id, 1, blocks, (7,), None, 0))
+    side.carry_out(pe.ReadHits(handoff_id, 1, blocks, blocks))
+    side.carry_out(pe.Write(handoff_id, 1, blocks, blocks, None))
     assert len(side.events) == 1, "never within the call, whose lock is still held"
     for call in later:
         call()

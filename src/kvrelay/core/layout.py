@@ -251,7 +251,7 @@ class BlockRun(msgspec.Struct, frozen=True):
     with the block size of the pool that the ids are of."""
 
     first_block: int
-    block_ids: Sequence[int]
+    block_ids: tuple[int, ...]
 
 
 class MemoryRegion(msgspec.Struct, frozen=True):

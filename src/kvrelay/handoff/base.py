@@ -21,7 +21,7 @@ The way of a hand-off (push; pull differs from "computed" on):
       entry ──queue (decode-first), or the router────────> Pulled: the engine begins to compute at once
       Claimed   <────────────── HandoffClaim ───────────── the claim is under way meanwhile
       generation += 1
-                ─────────────── HandoffGrant ────────────> Granted: only now are hit blocks read from D,
+                ─────────────── HandoffGrant ────────────> granted: only now are hit blocks read from D,
                                                            and computed blocks written into it
       Progress  <────────────── HandoffProgress ────────── every few seconds
       Done      <── HandoffDone, behind the last write ─── its blocks are free; said again over the request plane
@@ -99,6 +99,7 @@ import msgspec
 from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import KV
+from kvrelay.core.window import RemoteKey
 
 Connection = Hashable
 """The side's object for a live connection to a peer. Only compared."""
@@ -136,6 +137,11 @@ class OfGrant(OfHandoff, frozen=True):
     """An event or an action of one grant of a hand-off."""
 
     generation: int
+
+    @property
+    def key(self) -> RemoteKey:
+        """By which transfers under this grant are known at the other end."""
+        return RemoteKey(str(self.handoff_id), self.generation)
 
 
 class Registered(Value, frozen=True):

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvrelay.core.handoff import HandoffId, KvDirection
+from kvrelay.core.layout import BlockRun
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import messages as hm
@@ -55,7 +56,7 @@ class DecodeHandoff:
     term: int = 0
     """Our own term when it was opened."""
     num_tokens: int = 0
-    """Tokens to be prefilled; 0: as many as the blocks hold."""
+    """Tokens to be prefilled."""
     loans: tuple[int, ...] = ()
     """Loans that the engine has not got back."""
     loan: int = 0
@@ -191,7 +192,7 @@ class DecodeHandoff:
             regions=context.rules.regions,
             tail_tokens=context.rules.tail_tokens,
         )
-        context.out.append(de.SendGrant(grant.worker_id, grant.connection, message))
+        context.out.append(de.SendGrant(grant.worker_id, grant.connection, message, grant.loan))
 
     def not_sent(self, generation: int, context: DecodeContext) -> None:
         """The grant was not sent: its claimant will write nothing."""
@@ -293,25 +294,19 @@ class DecodeHandoff:
         if message.kv_transfer_params is not None:
             self._move(DecodeState.READING)
             self.is_touched = True
-            context.out.append(
-                de.Fetch(
-                    self.handoff_id, grant.generation, grant.worker_id, (), (), 0, 0, 0, message.kv_transfer_params
-                )
-            )
+            params = message.kv_transfer_params
+            context.out.append(de.Fetch(self.handoff_id, grant.generation, grant.worker_id, kv_transfer_params=params))
             return
-        missing = self.block_ids[self.num_hit_blocks :]
         ours, theirs = context.rules.block_size, grant.block_size or context.rules.block_size
-        num_tokens = self.num_tokens or len(self.block_ids) * ours
         first = self.num_hit_blocks * ours // theirs if theirs > 0 else 0
-        if theirs < 1 or len(message.block_ids) != -(-num_tokens // theirs) - first:
+        if theirs < 1 or len(message.block_ids) != -(-self.num_tokens // theirs) - first:
             self.compute_here(EndReason.READ_FAILED, context)
             return
         self._move(DecodeState.READING)
         self.is_touched = True
-        hits, blocks = self.num_hit_blocks, message.block_ids
-        context.out.append(
-            de.Fetch(self.handoff_id, grant.generation, grant.worker_id, blocks, missing, first, hits, theirs)
-        )
+        here = BlockRun(self.num_hit_blocks, self.block_ids[self.num_hit_blocks :])
+        there = BlockRun(first, message.block_ids)
+        context.out.append(de.Fetch(self.handoff_id, grant.generation, grant.worker_id, here, there, theirs))
 
     def read_ended(self, generation: int, ok: bool, context: DecodeContext) -> None:
         """Pull: our read has ended, so P may free its blocks."""
@@ -345,7 +340,7 @@ class DecodeHandoff:
         self.is_touched = True
         blocks, size = self.block_ids[self.num_hit_blocks :], context.rules.block_size
         unit = context.rules.unit_tokens
-        num_units = -(-(self.num_tokens or len(self.block_ids) * size) // unit) - self.num_hit_blocks * size // unit
+        num_units = -(-self.num_tokens // unit) - self.num_hit_blocks * size // unit
         verify = de.Verify(self.handoff_id, message.generation, worker_id, blocks, message.checksums, num_units)
         context.out.append(verify)
 

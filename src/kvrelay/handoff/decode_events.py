@@ -7,6 +7,7 @@ are answered by the event named in their docstring, exactly once, after any time
 from __future__ import annotations
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.core.layout import BlockRun
 from kvrelay.handoff import messages as hm
 from kvrelay.handoff.base import (
     Connection,
@@ -27,18 +28,18 @@ class Opened(OfHandoff, frozen=True):
     """A request waits for a remote prefill, and the engine has lent ``block_ids`` as loan 1.
 
     The first ``num_hit_blocks`` are computed already. Pull may open without blocks: they are allocated when P is ready.
-    ``num_tokens`` is the number to be prefilled; 0: as many as the blocks hold. ``claimant``: the one prefill worker
+    ``num_tokens`` is the number to be prefilled. ``claimant``: the one prefill worker
     that may claim it (prefill-first); None: any (decode-first). ``term`` is our own; pull needs it.
     """
 
     request_id: str
     block_ids: tuple[int, ...]
     num_hit_blocks: int
+    num_tokens: int
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     direction: KvDirection = KvDirection.PUSH
     claimant: str | None = None
     term: int = 0
-    num_tokens: int = 0
 
 
 class Expected(OfHandoff, frozen=True):
@@ -180,11 +181,13 @@ class ChecksumHits(OfGrant, frozen=True):
 
 
 class SendGrant(Value, frozen=True):
-    """From here on ``worker_id`` may write. GrantNotSent follows if it cannot be sent."""
+    """From here on ``worker_id`` may write to the blocks of ``loan``; 0: there are none. GrantNotSent follows if it
+    cannot be sent."""
 
     worker_id: str
     connection: Connection
     message: hm.HandoffGrant
+    loan: int
 
 
 class SendToPrefill(Value, frozen=True):
@@ -195,19 +198,16 @@ class SendToPrefill(Value, frozen=True):
 
 
 class Fetch(OfGrant, frozen=True):
-    """Pull: read P's blocks, of which ``remote_first_block`` is the request's first, into ours from ``first_block`` on:
-    the tokens that both hold. P's blocks hold ``remote_block_size`` tokens.
+    """Pull: read P's blocks (``there``), of ``remote_block_size`` tokens each, into ours: the tokens that both hold.
 
     With ``kv_transfer_params`` there are no blocks: the engine reads, as they say. Answered by FetchEnded, when no part
     of it moves any more.
     """
 
     worker_id: str
-    remote_block_ids: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    remote_first_block: int
-    first_block: int
-    remote_block_size: int
+    here: BlockRun = BlockRun(0, ())
+    there: BlockRun = BlockRun(0, ())
+    remote_block_size: int = 0
     kv_transfer_params: bytes | None = None
 
 

@@ -1,7 +1,7 @@
 """The messages between the two workers of a hand-off. The protocol and the ownership of blocks are in ``handoff.base``.
 
-    P to D    HandoffClaim, HandoffProgress, HandoffDone (or HandoffReady, pull), HandoffReleased
-    D to P    HandoffGrant or HandoffRefused, HandoffRecall, HandoffAbandon, HandoffFetched
+    ToDecode     HandoffClaim, HandoffProgress, HandoffDone (or HandoffReady, pull), HandoffReleased
+    ToPrefill    HandoffGrant or HandoffRefused, HandoffRecall, HandoffAbandon, HandoffFetched
 
 Checksums. A hand-off is checksummed in both directions when either end asks for it: P by ``wants_checksums`` in its
 claim, D by the checksums in its grant. P then sends checksums of the blocks that it writes, and verifies the hit blocks
@@ -156,3 +156,9 @@ class HandoffReady(_OfGrant, frozen=True, tag=True):
 
 class HandoffFetched(_OfGrant, frozen=True, tag=True):
     """D to P. Push: D has received HandoffDone. Pull: D has read everything and reads no more."""
+
+
+HandoffReport = HandoffProgress | HandoffDone | HandoffReady
+"""What P says under a grant."""
+ToDecode = HandoffClaim | HandoffReport | HandoffReleased
+ToPrefill = HandoffGrant | HandoffRefused | HandoffRecall | HandoffAbandon | HandoffFetched

@@ -1,6 +1,6 @@
 """One hand-off at the prefill worker: compute; after the grant read, write or keep; then report the end.
 
-    CLAIMING ──Granted──> SENDING ──push: last write done──> CONFIRMING ──Fetched──> ENDED
+    CLAIMING ──granted──> SENDING ──push: last write done──> CONFIRMING ──Fetched──> ENDED
        │                     │    └─pull: all computed──> [KEEPING ──>] HOLDING ──Fetched──> ENDED
        └── refused ──────────┴── lost, abandoned, failed ────┴──> STOPPING
 
@@ -26,6 +26,7 @@ from itertools import islice
 from msgspec import structs
 
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
+from kvrelay.core.layout import BlockRun
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import messages as hm
 from kvrelay.handoff import prefill_events as pe
@@ -44,7 +45,7 @@ class PrefillHandoff:
 
     handoff_id: HandoffId
     decode_worker_id: str
-    num_blocks: int
+    num_tokens: int
     num_cached_tokens: int
     started_s: float
     due_s: float
@@ -52,14 +53,12 @@ class PrefillHandoff:
     state: PrefillState = PrefillState.CLAIMING
     grant: hm.HandoffGrant | None = field(default=None, repr=False)
     """Like ``done`` and ``ready`` it holds a secret, which no log may show."""
-    load: pe.RequestBlocks | None = None
+    load: BlockRun | None = None
     """CLAIMING: the engine's requested read."""
     chunks: tuple[pe.ChunkComputed, ...] = ()
     """Chunks computed and not yet submitted, in order; with pull all of them."""
     checksums: tuple[int, ...] = ()
     """Checksums of the blocks in the order of the request, as far as known."""
-    num_tokens: int = 0
-    """The request's tokens; 0: as many as ``num_blocks`` hold."""
     num_in_flight: int = 0
     """Reads, writes and checksums that touch our blocks."""
     late_until_s: float = 0.0
@@ -184,32 +183,31 @@ class PrefillHandoff:
         size = grant.block_size or rules.block_size
         if not 1 <= size <= MAX_BLOCK_SIZE:
             return False
-        num_tokens = self.num_tokens or self.num_blocks * rules.block_size
-        num_held = num_tokens if grant.direction is KvDirection.PUSH else grant.num_cached_tokens
+        num_held = self.num_tokens if grant.direction is KvDirection.PUSH else grant.num_cached_tokens
         num_granted = -(-num_held // size)
         return (
             (grant.regions, grant.tail_tokens) == (rules.regions, rules.tail_tokens)
             and grant.num_cached_tokens % size == 0
-            and self._fits_hits(grant.num_cached_tokens, num_tokens, rules)
+            and self._fits_hits(grant.num_cached_tokens, rules)
             and len(grant.block_ids) == num_granted
             and len(set(grant.block_ids)) == num_granted
             and min(grant.block_ids, default=0) >= 0
             and max(grant.block_ids, default=0) <= MAX_BLOCK_ID
         )
 
-    def _fits_hits(self, num_cached_tokens: int, num_tokens: int, rules: PrefillRules) -> bool:
+    def _fits_hits(self, num_cached_tokens: int, rules: PrefillRules) -> bool:
         """With decode-first the entry has this number. With prefill-first D may hold more than was known; of a prefix
         less, but more than we have."""
         if self.is_prefix:
             first = 0 if self.load is None else self.load.first_block
-            return first * rules.block_size + rules.block_size <= num_cached_tokens <= num_tokens
+            return first * rules.block_size + rules.block_size <= num_cached_tokens <= self.num_tokens
         if self.order is HandoffOrder.DECODE_FIRST:
             return num_cached_tokens == self.num_cached_tokens
-        return self.num_cached_tokens <= num_cached_tokens < num_tokens
+        return self.num_cached_tokens <= num_cached_tokens < self.num_tokens
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
-    def load_wanted(self, load: pe.RequestBlocks, context: PrefillContext) -> None:
+    def load_wanted(self, load: BlockRun, context: PrefillContext) -> None:
         """The engine requests hit blocks of D."""
         if self.state is PrefillState.CLAIMING:
             self.load = load
@@ -237,17 +235,18 @@ class PrefillHandoff:
 
     # -- hits are read ------------------------------------------------------------------------------------------------
 
-    def _read(self, load: pe.RequestBlocks, context: PrefillContext) -> None:
+    def _read(self, load: BlockRun, context: PrefillContext) -> None:
         assert self.grant is not None, "nothing is read before the grant"
         self.num_in_flight += 1
         first, end = self._of_decode(load, context.rules)
         self.load = load
-        context.out.append(pe.ReadHits(self.handoff_id, load, self.grant.block_ids[first:end], first))
+        there = BlockRun(first, self.grant.block_ids[first:end])
+        context.out.append(pe.ReadHits(self.handoff_id, self.grant.generation, load, there))
 
-    def _covered(self, load: pe.RequestBlocks, rules: PrefillRules) -> pe.RequestBlocks:
+    def _covered(self, load: BlockRun, rules: PrefillRules) -> BlockRun:
         """Those of the blocks that D has whole: of a prefix it may have less by now."""
         num_held = self.num_cached_tokens // rules.block_size - load.first_block
-        return pe.RequestBlocks(load.first_block, load.block_ids[:num_held]) if self.is_prefix else load
+        return BlockRun(load.first_block, load.block_ids[:num_held]) if self.is_prefix else load
 
     def read_ended(self, ok: bool, context: PrefillContext) -> None:
         """After a failed read the engine computes those blocks: that is no reason to give up. What was read after we
@@ -298,7 +297,7 @@ class PrefillHandoff:
         num_held = num_hit_blocks - blocks.first_block
         if num_held <= 0:
             return chunk
-        return structs.replace(chunk, blocks=pe.RequestBlocks(num_hit_blocks, blocks.block_ids[num_held:]))
+        return structs.replace(chunk, blocks=BlockRun(num_hit_blocks, blocks.block_ids[num_held:]))
 
     def chunk_checksummed(self, checksums: tuple[int, ...] | None, context: PrefillContext) -> None:
         """The first chunk that waits for its checksum."""
@@ -328,11 +327,11 @@ class PrefillHandoff:
         if chunk.blocks.first_block == self.num_cached_tokens // context.rules.block_size:
             # D's hits, which other requests share, may end within one of our blocks.
             first = self.num_cached_tokens // self.decode_block_size(context.rules)
-        remote = self.grant.block_ids[first : max(first, end)]
+        there = BlockRun(first, self.grant.block_ids[first : max(first, end)])
         self.num_in_flight += 1
         self.is_sent = chunk.first_token is not None
         self.done = self._done(chunk, context)
-        context.out.append(pe.Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, self.done, first))
+        context.out.append(pe.Write(self.handoff_id, self.grant.generation, chunk.blocks, there, self.done))
 
     def _done(self, chunk: pe.ChunkComputed, context: PrefillContext) -> hm.HandoffDone | None:
         if chunk.first_token is None or self.grant is None:
@@ -415,16 +414,15 @@ class PrefillHandoff:
         """Tokens per block of D, as its grant says."""
         return (0 if self.grant is None else self.grant.block_size) or rules.block_size
 
-    def _of_decode(self, blocks: pe.RequestBlocks, rules: PrefillRules) -> tuple[int, int]:
+    def _of_decode(self, blocks: BlockRun, rules: PrefillRules) -> tuple[int, int]:
         """First and end of D's blocks that hold any of these tokens."""
         ours, theirs = rules.block_size, self.decode_block_size(rules)
         return blocks.first_block * ours // theirs, -(-(blocks.first_block + len(blocks.block_ids)) * ours // theirs)
 
-    def _needed(self, blocks: pe.RequestBlocks, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
+    def _needed(self, blocks: BlockRun, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
         """Our blocks of tokens that D lacks."""
         unit, first = rules.unit_tokens, _units(blocks, rules).start
-        num_tokens = self.num_tokens or self.num_blocks * rules.block_size
-        return checksums[max(0, self.num_cached_tokens // unit - first) : max(0, -(-num_tokens // unit) - first)]
+        return checksums[max(0, self.num_cached_tokens // unit - first) : max(0, -(-self.num_tokens // unit) - first)]
 
     def _with_checksums(self, rules: PrefillRules) -> bool:
         return rules.checksums or (self.grant is not None and self.grant.checksums is not None)
@@ -606,12 +604,12 @@ class PrefillHandoff:
         self.state = state
 
 
-def _moved_to(blocks: pe.RequestBlocks, left: Iterator[int]) -> pe.RequestBlocks:
+def _moved_to(blocks: BlockRun, left: Iterator[int]) -> BlockRun:
     """The same blocks of the request in the next ones of ours."""
-    return pe.RequestBlocks(blocks.first_block, tuple(islice(left, len(blocks.block_ids))))
+    return BlockRun(blocks.first_block, tuple(islice(left, len(blocks.block_ids))))
 
 
-def _units(blocks: pe.RequestBlocks, rules: PrefillRules) -> slice:
+def _units(blocks: BlockRun, rules: PrefillRules) -> slice:
     """Which checksums of the whole request are those of these blocks of ours."""
     per_block = rules.block_size // rules.unit_tokens
     return slice(blocks.first_block * per_block, (blocks.first_block + len(blocks.block_ids)) * per_block)

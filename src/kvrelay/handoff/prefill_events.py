@@ -6,18 +6,11 @@ answered by the event named in their docstring, exactly once, after any time.
 
 from __future__ import annotations
 
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import HandoffOrder, RemotePrefillRequest
+from kvrelay.core.layout import BlockRun
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.handoff import messages as hm
 from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, OfGrant, OfHandoff, Registered, Tick, Value
-
-
-class RequestBlocks(Value, frozen=True):
-    """Some of our blocks: ``block_ids[i]`` is ours for the request's block number ``first_block + i``. Blocks of other
-    workers may hold more or fewer tokens."""
-
-    first_block: int
-    block_ids: tuple[int, ...]
 
 
 class FirstToken(Value, frozen=True):
@@ -30,21 +23,17 @@ class FirstToken(Value, frozen=True):
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-class Pulled(OfHandoff, frozen=True):
+class Pulled(Value, frozen=True):
     """A prefill to compute, from the queue (decode-first) or from the router (prefill-first).
 
-    ``num_blocks`` are the request's in our block size; the decode worker holds the first ``num_cached_tokens`` tokens
-    already. With prefill-first its grant may name more. ``term`` is our own. ``num_tokens`` are the request's; 0: as
-    many as the blocks hold. ``may_return``: it may go back to the queue if the decode worker cannot be reached from
+    The decode worker holds the first ``num_cached_tokens`` of its tokens already; with prefill-first its grant may name
+    more. ``term`` is our own. ``may_return``: it may go back to the queue if the decode worker cannot be reached from
     here.
     """
 
-    decode_worker_id: str
-    num_blocks: int
-    num_cached_tokens: int
+    prefill: RemotePrefillRequest
     term: int
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
-    num_tokens: int = 0
     may_return: bool = False
 
 
@@ -53,7 +42,7 @@ class PrefixWanted(OfHandoff, frozen=True):
     most ``timeout_s`` if there is no grant by then. ``term`` is our own."""
 
     decode_worker_id: str
-    blocks: RequestBlocks
+    blocks: BlockRun
     prefix: hm.Prefix
     term: int
     timeout_s: float
@@ -82,13 +71,6 @@ class Unreachable(OfHandoff, frozen=True):
     """The decode worker, or its entry in discovery, cannot be found from here: the claim was not sent."""
 
 
-class Granted(Value, frozen=True):
-    """The decode worker ``worker_id`` has granted the claim."""
-
-    worker_id: str
-    message: hm.HandoffGrant
-
-
 class EngineRefused(OfHandoff, frozen=True):
     """The engine refused the request (or has died)."""
 
@@ -96,14 +78,14 @@ class EngineRefused(OfHandoff, frozen=True):
 class LoadRequested(OfHandoff, frozen=True):
     """The engine requests hit blocks that the decode worker holds and we lack."""
 
-    blocks: RequestBlocks
+    blocks: BlockRun
 
 
 class ChunkComputed(OfHandoff, frozen=True):
     """These blocks are computed. The last chunk carries the first token, or, without blocks, the ``kv_transfer_params``
     of an engine that moves the KV itself."""
 
-    blocks: RequestBlocks
+    blocks: BlockRun
     first_token: FirstToken | None = None
     kv_transfer_params: bytes | None = None
 
@@ -142,13 +124,6 @@ class Kept(OfHandoff, frozen=True):
     block_ids: tuple[int, ...] | None
 
 
-class Abandoned(Value, frozen=True):
-    """The decode worker ``worker_id`` neither waits nor reads any more. It gets a release in any case."""
-
-    worker_id: str
-    message: hm.HandoffAbandon
-
-
 class ReleaseAcknowledged(OfHandoff, frozen=True):
     """The decode worker has received every release of this hand-off that was sent before now."""
 
@@ -167,7 +142,7 @@ PrefillEvent = (
     | Recalled
     | ClaimFailed
     | Unreachable
-    | Granted
+    | hm.HandoffGrant
     | hm.HandoffRefused
     | EngineRefused
     | LoadRequested
@@ -177,7 +152,7 @@ PrefillEvent = (
     | ChunkChecksummed
     | Written
     | Kept
-    | Abandoned
+    | hm.HandoffAbandon
     | hm.HandoffFetched
     | ReleaseAcknowledged
     | DecodeConnectionLost
@@ -202,21 +177,20 @@ class SendClaim(Value, frozen=True):
     message: hm.HandoffClaim
 
 
-class ReadHits(OfHandoff, frozen=True):
-    """Read hit blocks of D, of which ``remote_first_block`` is the first, into ours: the tokens that both hold.
+class ReadHits(OfGrant, frozen=True):
+    """Read hit blocks of D (``there``) into ours: the tokens that both hold. Answered by HitsRead.
 
-    Blocks of the two workers may differ in size. Answered by HitsRead.
+    Blocks of the two workers may differ in size.
     """
 
-    blocks: RequestBlocks
-    remote_block_ids: tuple[int, ...]
-    remote_first_block: int
+    here: BlockRun
+    there: BlockRun
 
 
 class VerifyHits(OfHandoff, frozen=True):
     """Compare what was read with ``checksums`` (None: none were sent). Answered by HitsVerified."""
 
-    blocks: RequestBlocks
+    blocks: BlockRun
     checksums: tuple[int, ...] | None
 
 
@@ -238,15 +212,14 @@ class ChecksumChunk(OfHandoff, frozen=True):
 class Write(OfGrant, frozen=True):
     """Write our blocks into D's, after every earlier Write of this hand-off, then deliver ``done`` after the bytes.
 
-    The tokens that both hold: those of D, of which ``remote_first_block`` is the first, begin after its hits, so there
-    may be none. Blocks of the two workers may differ in size. Never posted after our fence, nor after an earlier Write
-    of this hand-off has failed. Answered by Written.
+    The tokens that both hold: those of D (``there``) begin after its hits, so there may be none. Blocks of the two
+    workers may differ in size. Never posted after our fence, nor after an earlier Write of this hand-off has failed.
+    Answered by Written.
     """
 
-    blocks: RequestBlocks
-    remote_block_ids: tuple[int, ...]
+    here: BlockRun
+    there: BlockRun
     done: hm.HandoffDone | None
-    remote_first_block: int
 
 
 class Keep(OfHandoff, frozen=True):
@@ -261,7 +234,7 @@ class SendToDecode(Value, frozen=True):
     needs an answer (HandoffDone, HandoffReady) is repeated until there is one."""
 
     worker_id: str
-    message: hm.HandoffProgress | hm.HandoffDone | hm.HandoffReady
+    message: hm.HandoffReport
 
 
 class StopComputing(OfHandoff, frozen=True):

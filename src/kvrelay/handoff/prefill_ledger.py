@@ -16,7 +16,7 @@ from kvrelay.core.latest import Latest
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, Registered, Tick, Value
 from kvrelay.handoff.leases import PeerLeases
-from kvrelay.handoff.messages import HandoffFetched, HandoffRefused, HandoffReleased
+from kvrelay.handoff.messages import HandoffAbandon, HandoffFetched, HandoffGrant, HandoffRefused, HandoffReleased
 from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_state import PrefillContext, PrefillCounters, PrefillRules, PrefillState
 
@@ -70,13 +70,13 @@ class PrefillLedger:
     # -- one hand-off -------------------------------------------------------------------------------------------------
 
     def _pulled(self, event: pe.Pulled, context: PrefillContext) -> None:
-        if self._is_new(event.handoff_id, context):
-            handoff = self.handoffs[event.handoff_id] = PrefillHandoff(
-                handoff_id=event.handoff_id,
-                decode_worker_id=event.decode_worker_id,
-                num_blocks=event.num_blocks,
-                num_cached_tokens=event.num_cached_tokens,
-                num_tokens=event.num_tokens,
+        prefill = event.prefill
+        if self._is_new(prefill.handoff_id, context):
+            handoff = self.handoffs[prefill.handoff_id] = PrefillHandoff(
+                handoff_id=prefill.handoff_id,
+                decode_worker_id=prefill.decode_worker_id,
+                num_tokens=len(prefill.token_ids),
+                num_cached_tokens=prefill.num_cached_tokens,
                 started_s=context.now_s,
                 due_s=context.now_s + self.rules.claim_timeout_of(event.order),
                 order=event.order,
@@ -85,13 +85,11 @@ class PrefillLedger:
             handoff.begin(event, context)
 
     def _prefix_wanted(self, event: pe.PrefixWanted, context: PrefillContext) -> None:
-        num_tokens = len(event.prefix.token_ids)
         handoff = self.handoffs[event.handoff_id] = PrefillHandoff(
             handoff_id=event.handoff_id,
             decode_worker_id=event.decode_worker_id,
-            num_blocks=num_tokens // self.rules.block_size,
+            num_tokens=len(event.prefix.token_ids),
             num_cached_tokens=0,
-            num_tokens=num_tokens,
             started_s=context.now_s,
             due_s=context.now_s + min(event.timeout_s, self.rules.claim_timeout_s),
             load=event.blocks,
@@ -116,21 +114,22 @@ class PrefillLedger:
             context.out.append(pe.Settle(handoff_id, EndReason.REQUEST_ENDED))
         return is_new
 
-    def _granted(self, event: pe.Granted, context: PrefillContext) -> None:
-        message, is_known = event.message, self.leases.is_live(event.worker_id, event.message.term)
-        if not self._one(message.handoff_id, lambda handoff: handoff.granted(message, is_known, context)):
-            self._release_unknown(event.worker_id, message.handoff_id, context)
+    def _granted(self, message: HandoffGrant, context: PrefillContext) -> None:
+        def apply(handoff: PrefillHandoff) -> None:
+            handoff.granted(message, self.leases.is_live(handoff.decode_worker_id, message.term), context)
 
-    def _abandoned(self, event: pe.Abandoned, context: PrefillContext) -> None:
-        message = event.message
+        if not self._one(message.handoff_id, apply):
+            self._release_unknown(message.handoff_id, context)
+
+    def _abandoned(self, message: HandoffAbandon, context: PrefillContext) -> None:
         if not self._one(message.handoff_id, lambda handoff: handoff.abandoned(message.generation, context)):
-            self._release_unknown(event.worker_id, message.handoff_id, context)
+            self._release_unknown(message.handoff_id, context)
 
-    def _release_unknown(self, worker_id: str, handoff_id: HandoffId, context: PrefillContext) -> None:
+    def _release_unknown(self, handoff_id: HandoffId, context: PrefillContext) -> None:
         """Sent once: the decode worker asks again if the release is lost."""
         self.seen[handoff_id] = None
         released = HandoffReleased(handoff_id, self.rules.worker_id, EndReason.ABANDONED.value)
-        context.out.append(pe.SendRelease(worker_id, released))
+        context.out.append(pe.SendRelease(handoff_id.decode_worker_id, released))
 
     def _unreachable(self, event: pe.Unreachable, context: PrefillContext) -> None:
         def apply(handoff: PrefillHandoff) -> None:
@@ -216,7 +215,7 @@ _HANDLERS: dict[type, _Handler] = dict(
         _by_one(pe.Recalled, lambda handoff, event, context: handoff.recalled(event.generation, context)),
         _by_one(pe.ClaimFailed, lambda handoff, event, context: handoff.stop(EndReason.CLAIM_FAILED, context)),
         _by_all(pe.Unreachable, PrefillLedger._unreachable),
-        _by_all(pe.Granted, PrefillLedger._granted),
+        _by_all(HandoffGrant, PrefillLedger._granted),
         _by_one(HandoffRefused, lambda handoff, event, context: handoff.refused(context)),
         _by_one(pe.EngineRefused, lambda handoff, event, context: handoff.stop(EndReason.ENGINE_REFUSED, context)),
         _by_all(pe.LoadRequested, PrefillLedger._load_wanted),
@@ -228,7 +227,7 @@ _HANDLERS: dict[type, _Handler] = dict(
         ),
         _by_one(pe.Kept, lambda handoff, event, context: handoff.kept(event.block_ids, context)),
         _by_one(pe.Written, lambda handoff, event, context: handoff.written(event.ok, context)),
-        _by_all(pe.Abandoned, PrefillLedger._abandoned),
+        _by_all(HandoffAbandon, PrefillLedger._abandoned),
         _by_one(HandoffFetched, lambda handoff, event, context: handoff.fetched(event.generation, context)),
         _by_one(pe.ReleaseAcknowledged, lambda handoff, event, context: handoff.release_acknowledged()),
         _by_all(pe.DecodeConnectionLost, PrefillLedger._connection_lost),

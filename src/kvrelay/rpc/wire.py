@@ -23,18 +23,7 @@ from kvrelay.core.messages import (
     SessionPaused,
 )
 from kvrelay.errors import PayloadTooLargeError, ProtocolError
-from kvrelay.handoff.messages import (
-    HandoffAbandon,
-    HandoffClaim,
-    HandoffDone,
-    HandoffFetched,
-    HandoffGrant,
-    HandoffProgress,
-    HandoffReady,
-    HandoffRecall,
-    HandoffRefused,
-    HandoffReleased,
-)
+from kvrelay.handoff.messages import ToDecode, ToPrefill
 
 Message = (
     GenerateRequest
@@ -43,16 +32,8 @@ Message = (
     | SessionPaused
     | OutputBatch
     | RequestRefused
-    | HandoffClaim
-    | HandoffGrant
-    | HandoffProgress
-    | HandoffRefused
-    | HandoffAbandon
-    | HandoffReleased
-    | HandoffDone
-    | HandoffReady
-    | HandoffFetched
-    | HandoffRecall
+    | ToDecode
+    | ToPrefill
     | Ping
     | Pong
     | AdminRequest

@@ -19,6 +19,7 @@ from kvrelay.control.redelivery import return_delay_s
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
 from kvrelay.core.layout import BlockRun
 from kvrelay.core.messages import TokenOutput
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import KvrelayError
 from kvrelay.handoff import decode_events as de
@@ -29,7 +30,7 @@ from kvrelay.handoff.messages import HandoffReleased
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.simulate.network import MODEL, TERM, Network
-from kvrelay.transfer.values import GrantRef, TransferOp
+from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.prefill.pulling import CLAIM_TIMEOUT_S, MAX_COMPUTING
 from kvrelay.worker.reporting.stats import DecodeStats
@@ -62,10 +63,9 @@ class _Pieces(NamedTuple):
 
 
 class _Plane:
-    """Turns, transfers and memory of ``side``. ``grants``: no one is refused."""
+    """Turns, transfers and memory of ``side``. No one is refused."""
 
     lock = nullcontext()
-    grants = None
 
     def __init__(self, network: Network, host: Host, side: Side[Any]) -> None:
         self.network, self.host, self._side = network, host, side
@@ -102,6 +102,12 @@ class _Plane:
         num_tokens = len((there if op is TransferOp.WRITE else here).block_ids) * block_size
         return _Pieces(num_tokens, num_tokens * self.network.costs.token_bytes)
 
+    def open_window(self, window: MemoryWindow) -> None:
+        """Nothing looks at it."""
+
+    def close_window(self, handoff: str, loan: int) -> None:
+        """Nothing was opened."""
+
     def submit(
         self,
         op: TransferOp,
@@ -112,7 +118,7 @@ class _Plane:
         on_done: Callable[[str | None], None],
         group: str | None = None,
         timeout_s: float | None = None,
-        grant: GrantRef | None = None,
+        key: RemoteKey | None = None,
     ) -> None:
         def ended(ok: bool) -> None:
             node = self.network.nodes[worker_id]
@@ -268,19 +274,19 @@ class PrefillHandoffs(OutgoingHandoffs):
     def lose_entries(self) -> None:
         """The worker is dead: the queue delivers its entries again after the ack deadline."""
         network = self.network
-        for origin in [job.origin for job in self.jobs.values()]:
-            if isinstance(origin, _Entry):
-                network.loop.after(network.queue.ack_wait_s, partial(network.give_back, origin.delivery))
+        for job in self.jobs.values():
+            if isinstance(job, _Entry):
+                network.loop.after(network.queue.ack_wait_s, partial(network.give_back, job.delivery))
 
     def _take(self, delivery: MemoryPrefillDelivery) -> None:
         self._num_free -= 1
         self._is_waiting = False
         self.network.loop.after(0.0, self._pull)
-        self.pulled(Job(delivery.request, _Entry(self, delivery)), is_expired=delivery.is_expired)
+        self.pulled(_Entry(self, delivery), is_expired=delivery.is_expired)
 
     def take_half(self, request: RemotePrefillRequest, first: Callable[[TokenOutput | None], None]) -> None:
         """The prefill half of a pair; ``first`` gets the first token, or None if there will be none."""
-        self.take(Job(request, _Half(self, first)))
+        self.take(_Half(self, request, first))
 
     def free_place(self) -> None:
         """Another prefill may be taken."""
@@ -288,38 +294,26 @@ class PrefillHandoffs(OutgoingHandoffs):
         self._pull()
 
 
-class _Origin:
+class _Job(Job):
     """What both kinds of prefills have."""
 
-    order: HandoffOrder
-    may_return = False
-
-    def __init__(self, handoffs: PrefillHandoffs) -> None:
+    def __init__(self, handoffs: PrefillHandoffs, request: RemotePrefillRequest) -> None:
+        super().__init__(request)
         self._handoffs = handoffs
-
-    def received(self) -> None:
-        """Admission was before."""
-
-    def first(self, output: TokenOutput | None) -> None:
-        """The decode worker gets it with the KV."""
-
-    def computed(self) -> None:
-        """Nothing waits for it."""
 
     def settled(self) -> None:
         self._handoffs.network.loop.after(0.0, self._handoffs.host.check_drained)
 
-    def returned(self) -> None:
-        raise AssertionError("no queue entry goes back")
 
-
-class _Half(_Origin):
+class _Half(_Job):
     """The prefill half of a pair."""
 
     order = HandoffOrder.PREFILL_FIRST
 
-    def __init__(self, handoffs: PrefillHandoffs, first: Callable[[TokenOutput | None], None]) -> None:
-        super().__init__(handoffs)
+    def __init__(
+        self, handoffs: PrefillHandoffs, request: RemotePrefillRequest, first: Callable[[TokenOutput | None], None]
+    ) -> None:
+        super().__init__(handoffs, request)
         self._first = first
         self._has_told = False
 
@@ -334,13 +328,13 @@ class _Half(_Origin):
             self._first(None)
 
 
-class _Entry(_Origin):
+class _Entry(_Job):
     """An entry of the queue."""
 
     order = HandoffOrder.DECODE_FIRST
 
     def __init__(self, handoffs: PrefillHandoffs, delivery: MemoryPrefillDelivery) -> None:
-        super().__init__(handoffs)
+        super().__init__(handoffs, delivery.request)
         self.delivery = delivery
         self.may_return = return_delay_s(delivery.num_deliveries) is not None
         self._has_place = True

@@ -18,6 +18,7 @@ from kvrelay.control.memory_queue import MemoryPrefillDelivery, MemoryQueue
 from kvrelay.control.redelivery import MAX_DELIVERIES, ack_wait_for_lease, return_delay_s
 from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.handoff.decode_events import DecodeEvent
+from kvrelay.handoff.messages import ToDecode
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.rpc.wire import Message
 from kvrelay.simulate.cluster import ClusterSpec
@@ -26,7 +27,6 @@ from kvrelay.simulate.decode_run import DecodeRun
 from kvrelay.simulate.loop import EventLoop
 from kvrelay.simulate.machine import Links
 from kvrelay.simulate.virtual_tiers import SimulatedHost
-from kvrelay.worker.sides.decode import FromPrefillSide
 
 MODEL = "simulated"
 """All workers have this model and can exchange KV."""
@@ -42,7 +42,7 @@ class Node(Protocol):
 
     def on_decode(self, event: DecodeEvent) -> None: ...
 
-    def from_prefill(self, worker_id: str, message: FromPrefillSide) -> None: ...
+    def from_prefill(self, worker_id: str, message: ToDecode) -> None: ...
 
     def from_decode(self, worker_id: str, message: Message) -> None: ...
 

@@ -32,6 +32,7 @@ from kvrelay.engine.step import StepOutput
 from kvrelay.engine.thread import LOAD_INTERVAL_S
 from kvrelay.errors import KvrelayError, OverloadedError, WorkerUnavailableError
 from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.messages import ToDecode
 from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.cost_model import RemoteCostModel, StepCostModel
@@ -46,7 +47,6 @@ from kvrelay.simulate.network import MODEL, Network
 from kvrelay.simulate.result import WorkerResult
 from kvrelay.worker.decode.placing import Placing
 from kvrelay.worker.decode.queue import SIZE_INTERVAL_S
-from kvrelay.worker.sides.decode import FromPrefillSide
 
 MIN_RUN = 3
 """Fewer steps are not worth a jump."""
@@ -436,7 +436,7 @@ class SimulatedWorker:
         self.decodes.handle(event)
         self._perhaps_drained()
 
-    def from_prefill(self, worker_id: str, message: FromPrefillSide) -> None:
+    def from_prefill(self, worker_id: str, message: ToDecode) -> None:
         """A prefill worker's message."""
         self.decodes.on_message(worker_id, message)
         self._perhaps_drained()

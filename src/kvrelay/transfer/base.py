@@ -30,13 +30,13 @@ import msgspec
 
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
 from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.grants import Grants
 from kvrelay.transfer.pieces import check_post
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
+from kvrelay.transfer.values import Pieces, TransferOp
 
 
 class Agent(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class Agent(msgspec.Struct, frozen=True):
 
 class PostEnd(msgspec.Struct, frozen=True):
     """The end of a post. ``error`` is None if every byte arrived. ``is_refused``: the peer has refused it, for want of
-    room or of a grant; the connection is good, and other posts go on."""
+    room or of a window; the connection is good, and other posts go on."""
 
     handle: int
     error: str | None
@@ -73,7 +73,7 @@ class Post(msgspec.Struct, eq=False, tag=True):
     worker_id: str
     pieces: Pieces
     notify: bytes | None
-    grant: GrantRef | None
+    key: RemoteKey | None
 
 
 class Transport(ABC):
@@ -91,9 +91,6 @@ class Transport(ABC):
     wake_fds: tuple[int, ...] = ()
     """Once registered: file descriptors of which one is readable when ``poll`` has work to do. Empty: one must ask.
     Valid until ``close``."""
-    grants: Grants | None = None
-    """For transports that put peers' bytes into place in this process: what peers may touch. None: peers reach our
-    memory without us."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
@@ -133,24 +130,24 @@ class Transport(ABC):
         return worker_id in self._peers
 
     def post(
-        self, op: TransferOp, worker_id: str, pieces: Pieces, notify: bytes | None = None, grant: GrantRef | None = None
+        self, op: TransferOp, worker_id: str, pieces: Pieces, notify: bytes | None = None, key: RemoteKey | None = None
     ) -> int:
         """Start moving; returns a handle that a PostEnd will name exactly once. Raises TransferError.
 
-        No pieces are allowed with ``notify``: then only the payload is delivered. ``grant`` is the peer's permission; a
-        transport without a GrantTable has no use for it.
+        No pieces are allowed with ``notify``: then only the payload is delivered. ``key`` is that of the peer's
+        window; a transport without a WindowTable has no use for it.
         """
         peer, region = self._peers.get(worker_id), self._region
         if peer is None or region is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
         check_post(pieces, region.num_bytes, peer.num_bytes, worker_id, notify)
         self._last_handle += 1
-        self._begin(Post(self._last_handle, op, worker_id, pieces, notify, grant), peer)
+        self._begin(Post(self._last_handle, op, worker_id, pieces, notify, key), peer)
         return self._last_handle
 
     def forward(self, post: Post) -> int:
         """``post`` here, as what a transport that is made of others was asked for: the handle is of this one."""
-        return self.post(post.op, post.worker_id, post.pieces, post.notify, post.grant)
+        return self.post(post.op, post.worker_id, post.pieces, post.notify, post.key)
 
     @abstractmethod
     def poll(self) -> tuple[list[PostEnd], list[bytes]]:
@@ -172,6 +169,14 @@ class Transport(ABC):
 
     def admit(self, worker_id: str) -> None:  # noqa: B027 - most have nothing to do
         """Undo ``bar``."""
+
+    def open_window(self, window: MemoryWindow) -> None:  # noqa: B027
+        """The peer may touch these blocks, if this process puts peers' bytes into place: else peers reach our memory
+        without us, and nothing is to do. From any thread."""
+
+    def close_window(self, handoff: str, loan: int) -> None:  # noqa: B027
+        """The blocks of ``loan`` are touched no more. Waits for a copy that is under way: milliseconds. From any
+        thread."""
 
     def learn(self, worker_id: str, public_key: str) -> None:  # noqa: B027
         """A worker has registered: who proves to hold this key is that worker. Empty: no one is. From any thread."""

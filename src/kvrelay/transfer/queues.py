@@ -17,12 +17,13 @@ import msgspec
 from kvrelay.core.clock import Clock
 from kvrelay.core.latest import Latest
 from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.window import RemoteKey
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import RecomputeError, TransferError
 from kvrelay.transfer.base import PostEnd, Transport
 from kvrelay.transfer.compat import check_compatible
 from kvrelay.transfer.pieces import check_bounds
-from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
+from kvrelay.transfer.values import Pieces, TransferOp
 
 OnDone = Callable[[str | None], None]
 
@@ -44,7 +45,7 @@ class Transfer(msgspec.Struct, eq=False):
     deadline_s: float
     parts: deque[Pieces]
     in_flight: int = 0
-    grant: GrantRef | None = None
+    key: RemoteKey | None = None
     error: str | None = None
     """Why the peer has refused a part; the parts in flight are awaited."""
 
@@ -204,7 +205,7 @@ class TransferQueues(msgspec.Struct, eq=False):
         try:
             if not self._transport.has_peer(worker_id):
                 self._transport.add_peer(self._known[worker_id])
-            handle = self._transport.post(transfer.op, worker_id, transfer.parts[0], notify, transfer.grant)
+            handle = self._transport.post(transfer.op, worker_id, transfer.parts[0], notify, transfer.key)
         except RecomputeError as exc:
             self._disconnect(worker_id, exc.message)
             return False

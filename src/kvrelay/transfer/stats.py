@@ -102,7 +102,7 @@ class P2pCounters(msgspec.Struct, frozen=True):
     num_waited: int = 0
     num_lost: int = 0
     num_refused: int = 0
-    """Reads and writes that no open grant covered: late, or none of that peer's business."""
+    """Reads and writes that no open window had: late, or none of that peer's business."""
     num_dropped_frames: int = 0
     pairs: int = 0
     """Communicators that exist now; the next two are of this moment too."""

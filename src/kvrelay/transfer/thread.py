@@ -35,15 +35,15 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.histogram import Histogram
 from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Transport
-from kvrelay.transfer.grants import Grants
 from kvrelay.transfer.inbox import Inbox
 from kvrelay.transfer.pieces import split_pieces
 from kvrelay.transfer.queues import OnDone, Transfer, TransferQueues
 from kvrelay.transfer.stats import StatsCounter, TransferStats
-from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
+from kvrelay.transfer.values import Pieces, TransferOp
 
 MAX_POST_BYTES = 32 * 1024 * 1024
 """On one host a post blocks for the whole copy; this bounds how long notifications and deadlines wait for it."""
@@ -130,10 +130,13 @@ class TransferThread:
         """``Transport.late_s``."""
         return self._transport.late_s
 
-    @property
-    def grants(self) -> Grants | None:
-        """``Transport.grants``."""
-        return self._transport.grants
+    def open_window(self, window: MemoryWindow) -> None:
+        """``Transport.open_window``."""
+        self._transport.open_window(window)
+
+    def close_window(self, handoff: str, loan: int) -> None:
+        """``Transport.close_window``."""
+        self._transport.close_window(handoff, loan)
 
     def admit(self, worker_id: str) -> Future[None]:
         """``Transport.admit``. Nothing when the thread is closed."""
@@ -149,12 +152,12 @@ class TransferThread:
         on_done: OnDone,
         group: str | None = None,
         timeout_s: float | None = None,
-        grant: GrantRef | None = None,
+        key: RemoteKey | None = None,
     ) -> None:
         """Move ``pieces``, then deliver ``notify`` to the peer; calls ``on_done(None)`` or ``on_done(reason)``.
 
-        ``timeout_s``, if given, shortens the configured ``transfer_timeout_s``, e.g. to the rest of a lease. ``grant``:
-        the peer's permission.
+        ``timeout_s``, if given, shortens the configured ``transfer_timeout_s``, e.g. to the rest of a lease. ``key``:
+        of the peer's window.
         """
         now = self._clock.now()
         limit = self._config.transfer_timeout_s
@@ -162,7 +165,7 @@ class TransferThread:
         parts = deque(split_pieces(pieces, MAX_POST_BYTES))
         with self._lock:
             term = self._queues.term
-            transfer = Transfer(op, worker_id, pieces, notify, on_done, group, term, now, deadline_s, parts, 0, grant)
+            transfer = Transfer(op, worker_id, pieces, notify, on_done, group, term, now, deadline_s, parts, 0, key)
             accepted = not self._closed
             if accepted:
                 self._num_unfinished += 1

@@ -1,4 +1,4 @@
-"""Values that transports, layouts and grants share."""
+"""Values that transports, layouts and windows share."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 
-class GrantRef(msgspec.Struct, frozen=True, array_like=True):
-    """The grant under which a worker reads or writes a peer's memory: the hand-off's id as text, the generation."""
-
-    handoff: str
-    generation: int
-
-
 def rank_id(worker_id: str, rank: int, num_ranks: int) -> str:
     """By which a transport knows a rank that moves its own part of a worker's KV; the worker's id if it is alone."""
     return worker_id if num_ranks == 1 else f"{worker_id}/{rank}"
 
 
 def worker_of(rank_id: str) -> str:
-    """The worker of a rank: leases, keys and grants are the worker's. No worker id has a slash."""
+    """The worker of a rank: leases, keys and windows are the worker's. No worker id has a slash."""
     return rank_id.partition("/")[0]
 
 

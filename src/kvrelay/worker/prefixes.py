@@ -22,7 +22,7 @@ import msgspec
 from kvrelay.core.events import LoadCost
 from kvrelay.core.handoff import new_prefix_id
 from kvrelay.core.latest import Latest
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import PEER, StoreStats, TierCounts, TierStats
 from kvrelay.engine.kv_source import Hit, Loaded
@@ -127,7 +127,7 @@ class PeerPrefixes:
         wanted = pe.PrefixWanted(
             new_prefix_id(holder.worker_id),
             holder.worker_id,
-            pe.RequestBlocks(load.first_block, load.block_ids),
+            BlockRun(load.first_block, load.block_ids),
             Prefix(tuple(request.token_ids[:num_tokens]), request.sampling.cache_salt),
             self._term(),
             max(saves_s, MIN_GRANT_S),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
+from kvrelay.core.layout import BlockRun
 from kvrelay.engine.request import MoveListener, PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
 from kvrelay.handoff import decode_events as de
@@ -19,27 +20,11 @@ def opened(prefill: RemotePrefillRequest, ledger: DecodeLedger, direction: KvDir
         prefill.request_id,
         prefill.block_ids,
         prefill.num_cached_tokens // ledger.rules.block_size,
+        len(prefill.token_ids),
         order=HandoffOrder.DECODE_FIRST if expected is None else HandoffOrder.PREFILL_FIRST,
         direction=direction,
         claimant=None if expected is None else expected.claimant,
         term=term,
-        num_tokens=len(prefill.token_ids),
-    )
-
-
-def pulled(
-    prefill: RemotePrefillRequest, block_size: int, term: int, order: HandoffOrder, *, may_return: bool
-) -> pe.Pulled:
-    """Prefill side: a prefill to compute, in blocks of ``block_size`` tokens."""
-    return pe.Pulled(
-        prefill.handoff_id,
-        prefill.decode_worker_id,
-        -(-len(prefill.token_ids) // block_size),
-        prefill.num_cached_tokens,
-        term,
-        order,
-        num_tokens=len(prefill.token_ids),
-        may_return=may_return,
     )
 
 
@@ -68,4 +53,4 @@ def chunk_computed(handoff_id: HandoffId, chunk: HandoffChunk) -> pe.ChunkComput
     if chunk.last and params is None:
         # An engine that gets the KV by itself also samples the first token.
         token = pe.FirstToken(chunk.token_id, chunk.logprobs)
-    return pe.ChunkComputed(handoff_id, pe.RequestBlocks(chunk.first_block, chunk.block_ids), token, params)
+    return pe.ChunkComputed(handoff_id, BlockRun(chunk.first_block, chunk.block_ids), token, params)

@@ -24,17 +24,17 @@ class PeersInMemory:
     def __init__(self, transfer: TransferThread, *, moves_kv: bool) -> None:
         self._transfer = transfer
         self._moves_kv = moves_kv
-        self._num_grants = 0
+        self._num_handoffs = 0
 
-    def may_use(self, num_grants: int) -> None:
-        """So many grants are out now."""
+    def may_use(self, num_handoffs: int) -> None:
+        """Peers may use it for so many hand-offs now."""
         if self._moves_kv:
             return
-        for _ in range(self._num_grants, num_grants):
+        for _ in range(self._num_handoffs, num_handoffs):
             self._transfer.open_handoff()
-        for _ in range(num_grants, self._num_grants):
+        for _ in range(num_handoffs, self._num_handoffs):
             self._transfer.close_handoff()
-        self._num_grants = num_grants
+        self._num_handoffs = num_handoffs
 
 
 class LoopTurns:

@@ -21,6 +21,7 @@ from tests.patience import HAS_IPV6, stop
 from tests.transfer.p2p.ends import PAGE, End, page_pieces
 
 from kvrelay.config import TransferConfig
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.core.workers import KvMetadata
 from kvrelay.core.zmq_keys import new_curve_keys
 from kvrelay.errors import ConfigError, FatalError, TransferError
@@ -42,7 +43,7 @@ from kvrelay.transfer.p2p.messages import (
     encode,
 )
 from kvrelay.transfer.p2p.transport import P2pAgent
-from kvrelay.transfer.values import GrantRef, TransferOp
+from kvrelay.transfer.values import TransferOp
 
 CONFIG = TransferConfig(transport="p2p", transfer_timeout_s=60.0)
 
@@ -436,10 +437,10 @@ def fuzz(make: Callable[..., End], num_frames: int) -> None:
     assert len(target.node.shared.table.pairs) <= CONFIG.p2p_max_connections
     liar_end.close()
     # An honest worker gets through, with a grant.
-    piece = np.array([[0, PAGE]])
-    target.transport.grants.open(GrantRef("h", 1), 1, "honest", piece[:0], piece)
+    key = RemoteKey("h", 1)
+    target.transport.open_window(MemoryWindow(key, 1, "honest", (), (0,), PAGE, PAGE))
     honest.transport.add_peer(target.metadata)
-    handle = honest.transport.post(TransferOp.WRITE, "target", page_pieces([1], [0]), b"done", GrantRef("h", 1))
+    handle = honest.transport.post(TransferOp.WRITE, "target", page_pieces([1], [0]), b"done", key)
     assert honest.outcome(handle) is None
     np.testing.assert_array_equal(target.pool[0], honest.pool[1])
     target.until(lambda: b"done" in target.payloads)

@@ -1,4 +1,4 @@
-"""One worker over several ranks: one end for each post; faults, fence and grants of single ranks."""
+"""One worker over several ranks: one end for each post; faults, fence and windows of single ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from tests.transfer.ranks.movers import ranks_of
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion, paged_kv
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IncompatiblePeerError, TransferError
 from kvrelay.transfer.base import Post, PostEnd, Transport
-from kvrelay.transfer.pieces import NO_PIECES, block_pieces
+from kvrelay.transfer.pieces import block_pieces
 from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.channel import Channel
 from kvrelay.transfer.ranks.link import RankLink, RankLinks, RankTransport
 from kvrelay.transfer.ranks.messages import FromRank, RankMemory
 from kvrelay.transfer.ranks.transport import RankedTransport
 from kvrelay.transfer.shm.memory import SharedPoolMemory
-from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
+from kvrelay.transfer.values import Pieces, TransferOp
 
 LAYOUT = paged_kv(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32", tp_size=2)
 NUM_BLOCKS = 8
@@ -374,10 +375,10 @@ def test_the_blob_of_a_worker_before_per_rank_transfers_is_refused(held: Held) -
         held.transport.add_peer(metadata_of("old", b"kvrelay-nixl-1:blob"))
 
 
-# -- grants at each rank ----------------------------------------------------------------------------------------------
+# -- windows at each rank ---------------------------------------------------------------------------------------------
 
 
-def test_every_rank_enforces_the_grant(stack: contextlib.ExitStack) -> None:
+def test_every_rank_enforces_the_window(stack: contextlib.ExitStack) -> None:
     pytest.importorskip("torch")
     config = TransferConfig(transport="p2p")
     ends: list[tuple[RankedTransport, np.ndarray]] = []
@@ -390,15 +391,12 @@ def test_every_rank_enforces_the_grant(stack: contextlib.ExitStack) -> None:
         ends.append((transport, pool))
     (giver, source), (taker, target) = ends
     giver.add_peer(metadata_of("d", agent, transport="p2p", address=target.ctypes.data))
-    grants, size = taker.grants, LAYOUT.block_bytes
-    assert grants is not None
-    ref = GrantRef("d#1", 1)
-    rows = np.array([[3 * size, size], [4 * size, size]])
-    grants.open(ref, 7, "p", NO_PIECES.lengths, rows)
+    key, size = RemoteKey("d#1", 1), LAYOUT.block_bytes
+    taker.open_window(MemoryWindow(key, 7, "p", (), (3, 4), size, size))
 
-    def write(remote: list[int], worker_grant: GrantRef | None = ref) -> PostEnd:
+    def write(remote: list[int], key: RemoteKey | None = key) -> PostEnd:
         pieces = block_pieces(LAYOUT, [0, 1], remote)
-        giver.post(TransferOp.WRITE, "d", pieces, b"done", worker_grant)
+        giver.post(TransferOp.WRITE, "d", pieces, b"done", key)
         ended: list[PostEnd] = []
         until(lambda: ended.extend(giver.poll()[0]) or (taker.poll() and ended))
         return ended[0]
@@ -406,14 +404,14 @@ def test_every_rank_enforces_the_grant(stack: contextlib.ExitStack) -> None:
     assert write([3, 4]).error is None
     np.testing.assert_array_equal(target[[3, 4]], source[[0, 1]])
     before = target.copy()
-    for refused in (write([4, 5]), write([3, 4], GrantRef("d#1", 2))):
+    for refused in (write([4, 5]), write([3, 4], RemoteKey("d#1", 2))):
         assert refused.is_refused
         assert "grant" in str(refused.error)
     np.testing.assert_array_equal(target[5:], before[5:])
     taker.bar("p")
     assert "its lease has ended" in str(write([3, 4]).error)
     taker.admit("p")
-    grants.close("d#1", 7)
+    taker.close_window("d#1", 7)
     assert "no such grant is open" in str(write([3, 4]).error)
 
 

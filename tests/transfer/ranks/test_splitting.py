@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.core.layout import BlockRun, KVLayout, paged_kv
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.pieces import NO_PIECES
 from kvrelay.transfer.ranks.messages import RankMemory
-from kvrelay.transfer.ranks.splitting import RankCut, rank_pairs, rank_rows, split
+from kvrelay.transfer.ranks.splitting import RankCut, rank_pairs, split
 from kvrelay.transfer.values import Pieces, TransferOp
 
 NUM_BLOCKS = 6
@@ -128,13 +129,17 @@ def test_a_rank_connects_to_all_ranks_of_a_worker_of_one_process() -> None:
     assert rank_pairs(None, None) == [(0, 0)]
 
 
-def test_granted_rows_are_those_of_each_ranks_memory() -> None:
-    pool = Pool(layout_of(2, 1), "own", 0)
-    size, part = pool.layout.block_bytes, pool.layout.block_bytes // 2
-    rows = rank_rows(np.array([[3 * size, size], [0, size]]), pool.cut)
-    for mine in rows:
-        assert mine.tolist() == [[3 * part, part], [0, part]]
-    assert [mine.tolist() for mine in rank_rows(NO_PIECES.lengths, pool.cut)] == [[], []]
+@pytest.mark.parametrize("kind", ["own", "joined"])
+def test_a_window_is_onto_each_ranks_part_of_its_blocks(kind: str) -> None:
+    """Stages of two layers and of one. In a rank's own memory its parts of the blocks are side by side."""
+    pool = Pool(paged_kv(3, NUM_HEADS, 4, 2, "uint8", 2, 2), kind, 0)
+    size = pool.layout.block_bytes
+    window = MemoryWindow(RemoteKey("d#1", 1), 7, "p", (2,), (3, 0), size, size)
+    places = [
+        (end - begin, size, begin) if kind == "joined" else (end - begin, end - begin, 0) for begin, end in pool.parts
+    ]
+    assert len({part for part, _, _ in places}) == 2
+    assert [(w.block_bytes, w.stride, w.begin) for w in pool.cut.windows(window)] == places
 
 
 @pytest.mark.parametrize("count", [0, 2, 3, 5])

@@ -189,7 +189,7 @@ class Initiator:
         """On its communicator; a small message has none, and brings its bytes."""
         pieces, post, data = item.pieces, item.post, None
         name = "" if item.pair is None else item.pair.name
-        named = (item.num_bytes, pack(pieces.remote_offsets), pack(pieces.lengths), post.grant)
+        named = (item.num_bytes, pack(pieces.remote_offsets), pack(pieces.lengths), post.key)
         if post.op is TransferOp.READ:
             message: Message = Get(name, item.number, *named)
         else:

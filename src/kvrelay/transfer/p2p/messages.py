@@ -30,8 +30,9 @@ import msgspec
 import numpy as np
 
 from kvrelay.core.decoding import UNREADABLE
+from kvrelay.core.window import RemoteKey
 from kvrelay.errors import ProtocolError
-from kvrelay.transfer.values import GrantRef, Int64Array
+from kvrelay.transfer.values import Int64Array
 
 VERSION = 1
 MAX_FRAME_BYTES = 4 << 20
@@ -95,7 +96,7 @@ class _OfPieces(msgspec.Struct, frozen=True):
     num_bytes: Number
     offsets: Offsets
     lengths: Offsets
-    grant: GrantRef | None = None
+    key: RemoteKey | None = msgspec.field(default=None, name="grant")
 
 
 class Put(_OfPieces, frozen=True, tag=True):
@@ -130,7 +131,7 @@ class Sending(msgspec.Struct, frozen=True, tag=True):
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
     """The end of a message. ``error`` None: all of it is in place. ``is_refused``: the connection is good, but there
-    was no room, or no grant."""
+    was no room, or no window."""
 
     message: Number
     error: Reason | None = None

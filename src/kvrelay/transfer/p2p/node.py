@@ -12,7 +12,6 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.control_groups import map_memory
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.errors import IntegrityError
-from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.p2p.communicators import Communicator, Communicators
 from kvrelay.transfer.p2p.control import ControlThread
@@ -24,6 +23,7 @@ from kvrelay.transfer.p2p.responder import Responder
 from kvrelay.transfer.p2p.room import Room, RoomQueue
 from kvrelay.transfer.p2p.shared import Shared
 from kvrelay.transfer.stats import P2pCounters
+from kvrelay.transfer.windows import WindowTable
 
 TICK_S = 0.5
 """How often idle communicators and integrity are looked at while there is a communicator."""
@@ -41,7 +41,7 @@ class Node:
         worker_id: str,
         region: MemoryRegion,
         address: P2pAddress,
-        grants: GrantTable,
+        windows: WindowTable,
         *,
         on_arrived: Callable[[Arrival], None],
         on_lost: Callable[[str], object],
@@ -70,7 +70,7 @@ class Node:
         self.shared = Shared(
             worker_id=worker_id,
             pool=pool,
-            grants=grants,
+            windows=windows,
             table=Communicators(config.p2p_max_connections),
             rooms=RoomQueue(Room(config.kv_buffer_size, config.p2p_pool_bytes, pool.device)),
             control=self.control,
@@ -97,7 +97,7 @@ class Node:
             num_spilled_bytes=rooms.room.num_spilled_bytes,
             num_waited=rooms.num_waited,
             num_lost=rooms.num_lost,
-            num_refused=shared.grants.num_refused,
+            num_refused=shared.windows.num_refused,
             num_dropped_frames=self.control.num_dropped,
             pairs=len(table.pairs),
             buffer_used_bytes=rooms.room.buffer.buddy.used_bytes,

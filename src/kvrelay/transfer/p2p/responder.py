@@ -1,10 +1,10 @@
 """The end whose pool is touched: offers get room, data lands in it and then goes into blocks; wanted bytes are sent.
 
-    Put ──checked, granted?──> room, or wait for room ──Accept──> [receive] ──still granted?──> scatter ──> Landed
-    Get ──checked, granted?──> Sending ──still granted?──> gather ──> [send] ──> Landed
+    Put ──checked, window?───> room, or wait for room ──Accept──> [receive] ──still open?─────> scatter ──> Landed
+    Get ──checked, window?───> Sending ──still open?─────> gather ──> [send] ──> Landed
 
 Handlers run on the control thread. Tasks run on a lane's thread (``communicators``); they copy under the
-grant table's lock.
+window table's lock.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.core.window import RemoteKey
 from kvrelay.errors import ProtocolError
 from kvrelay.transfer.p2p.communicators import Communicator, Task
 from kvrelay.transfer.p2p.messages import (
@@ -38,7 +39,7 @@ from kvrelay.transfer.p2p.messages import (
 from kvrelay.transfer.p2p.process_group import PairGroup
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
-from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
+from kvrelay.transfer.values import Int64Array, TransferOp
 
 MAX_OFFERS = 256
 """Messages of one peer that may be open at once; an honest one has a handful."""
@@ -56,7 +57,7 @@ class _Open(msgspec.Struct, eq=False):
     offsets: Int64Array
     lengths: Int64Array
     num_bytes: int
-    grant: GrantRef | None
+    key: RemoteKey | None
     notify: bytes | None
     reservation: Reservation | None = None
     refusal: str | None = None
@@ -111,7 +112,7 @@ class Responder:
         shared.control.answer(worker_id, CommunicatorMade(name))
 
     def _checked(self, worker_id: str, message: Put | Get, payload: memoryview) -> None:
-        """Refuse what is malformed, too much, or not granted, before anything is reserved for it."""
+        """Refuse what is malformed, too much, or outside every window, before anything is reserved for it."""
         shared, number = self.shared, message.message
         op = TransferOp.WRITE if isinstance(message, Put) else TransferOp.READ
         try:
@@ -126,9 +127,9 @@ class Responder:
         if not message.pair:
             self._at_once(worker_id, message, payload, op, offsets, lengths)
             return
-        refusal = shared.grants.refusal(op, worker_id, message.grant, offsets, lengths)
+        refusal = shared.windows.refusal(op, worker_id, message.key, offsets, lengths)
         if refusal is not None:
-            shared.grants.num_refused += 1
+            shared.windows.num_refused += 1
             self._answer(worker_id, number, refusal, is_refused=True)
             return
         pair = self._pair(worker_id, message.pair)
@@ -137,7 +138,7 @@ class Responder:
             shared.control.answer(worker_id, Close(message.pair))
             return
         notify = message.notify if isinstance(message, Put) else None
-        item = _Open(op, worker_id, number, pair, offsets, lengths, message.num_bytes, message.grant, notify)
+        item = _Open(op, worker_id, number, pair, offsets, lengths, message.num_bytes, message.key, notify)
         self._open[worker_id, number] = item
         pair.num_open += 1
         if isinstance(message, Put):
@@ -163,7 +164,7 @@ class Responder:
         if not shared.is_eager(message.num_bytes) or (op is TransferOp.WRITE and len(payload) != message.num_bytes):
             self._answer(worker_id, message.message, "its bytes are not those that it names")
             return
-        with shared.grants.touching(op, worker_id, message.grant, offsets, lengths) as refusal:
+        with shared.windows.touching(op, worker_id, message.key, offsets, lengths) as refusal:
             if refusal is None and op is TransferOp.WRITE:
                 shared.pool.scatter_bytes(payload, offsets, lengths)
             elif refusal is None:
@@ -186,13 +187,13 @@ class Responder:
     # -- on a lane's thread -------------------------------------------------------------------------------------------
 
     def _scatter(self, item: _Open, tensor: Any) -> None:
-        """Data of a Put: from the room into the blocks, if the grant is still open."""
+        """Data of a Put: from the room into the blocks, if the window is still open."""
         with self._touching(item) as item.refusal:
             if item.refusal is None:
                 self.shared.pool.scatter(tensor, item.offsets, item.lengths)
 
     def _send(self, item: _Open, group: Callable[[], PairGroup], slot: int) -> Any:
-        """Data of a Get: gathered while the grant is open, then sent. Without a grant zeros are sent, and an error."""
+        """Data of a Get: gathered while the window is open, then sent. Without one zeros are sent, and an error."""
         tensor = self.shared.staging(item.pair, "send", slot, item.num_bytes)
         with self._touching(item) as item.refusal:
             if item.refusal is None:
@@ -202,7 +203,7 @@ class Responder:
         return group().send(tensor, item.number)
 
     def _touching(self, item: _Open) -> AbstractContextManager[str | None]:
-        return self.shared.grants.touching(item.op, item.worker_id, item.grant, item.offsets, item.lengths)
+        return self.shared.windows.touching(item.op, item.worker_id, item.key, item.offsets, item.lengths)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -243,7 +244,7 @@ class Responder:
         self.shared.control.answer(pair.peer_id, Close(pair.name))
 
     def drop(self, worker_id: str) -> None:
-        """End what a worker whose lease has ended has begun. What it asks from now on is refused by the grant table."""
+        """End what a worker whose lease has ended has begun. From now on the window table refuses what it asks."""
         for pair in self.shared.table.of_peer(worker_id):
             if pair.rank:
                 self.end_idle(pair)

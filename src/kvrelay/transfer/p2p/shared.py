@@ -1,4 +1,4 @@
-"""What initiator and responder of one worker share. It belongs to the control thread, but for pool and grants."""
+"""What initiator and responder of one worker share. It belongs to the control thread, but for pool and windows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.communicators import Communicator, Communicators, Task
 from kvrelay.transfer.p2p.control import ControlThread
 from kvrelay.transfer.p2p.messages import Message, Rendezvous
 from kvrelay.transfer.p2p.pool_view import PoolView, empty_bytes
 from kvrelay.transfer.p2p.process_group import PairGroup
 from kvrelay.transfer.p2p.room import Reservation, RoomQueue
+from kvrelay.transfer.windows import WindowTable
 
 EAGER_BYTES = 32 * 1024
 """A message of at most so many bytes travels on the control connection: one wake-up instead of four."""
@@ -28,7 +28,7 @@ class Shared(msgspec.Struct):
 
     worker_id: str
     pool: PoolView
-    grants: GrantTable
+    windows: WindowTable
     table: Communicators
     rooms: RoomQueue
     control: ControlThread

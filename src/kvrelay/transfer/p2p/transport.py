@@ -9,7 +9,7 @@
   PUT_ASYNC  ``post`` returns at once; a thread of the pair sends.
   GET        ``post`` returns at once; the bytes are copied into this worker's own room, and the peer fetches them
              when it has room itself. It never refuses them.
-Reads are alike in all three. It does not know hand-offs; which bytes a peer may touch stands in ``grants``.
+Reads are alike in all three. It does not know hand-offs; which bytes a peer may touch stands in ``windows``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ import msgspec
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.window import MemoryWindow
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IntegrityError, TransferError
 from kvrelay.transfer.base import Agent, Post, PostEnd, Transport
-from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.address import LOOPBACK, P2pAddress
 from kvrelay.transfer.p2p.posts import Arrival, SentPost
 from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import TransferOp
+from kvrelay.transfer.windows import WindowTable
 
 if TYPE_CHECKING:
     from kvrelay.transfer.p2p.node import Node
@@ -57,7 +58,7 @@ class P2pTransport(Transport):
         super().__init__(worker_id)
         self._config = config
         self._address = address
-        self.grants: GrantTable = GrantTable(is_enforced=address.is_guarded)
+        self.windows = WindowTable(is_enforced=address.is_guarded)
         self.node: Node | None = None
         self._posts: dict[int, SentPost] = {}
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
@@ -77,7 +78,7 @@ class P2pTransport(Transport):
             self._worker_id,
             region,
             self._address,
-            self.grants,
+            self.windows,
             on_arrived=self._arrive,
             on_lost=lambda worker_id: self._peers.pop(worker_id, None),
         )
@@ -156,13 +157,19 @@ class P2pTransport(Transport):
 
     def bar(self, worker_id: str) -> bool:
         """What it has sent is copied by our own threads, under the table's lock: from here on it is not."""
-        self.grants.bar(worker_id)
+        self.windows.bar(worker_id)
         if self.node is not None:
             self.node.control.call(self.node.responder.drop, worker_id)
         return True
 
     def admit(self, worker_id: str) -> None:
-        self.grants.admit(worker_id)
+        self.windows.admit(worker_id)
+
+    def open_window(self, window: MemoryWindow) -> None:
+        self.windows.open(window)
+
+    def close_window(self, handoff: str, loan: int) -> None:
+        self.windows.close(handoff, loan)
 
     def p2p_counters(self) -> P2pCounters:
         """From any thread; single numbers, each by itself."""

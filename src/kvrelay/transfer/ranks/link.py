@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from kvrelay import errors
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.window import MemoryWindow
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IncompatiblePeerError, KvrelayError, TransferError
 from kvrelay.transfer.base import Post, PostEnd, Transport
@@ -28,7 +29,6 @@ from kvrelay.transfer.ranks.channel import Channel, ChannelClosedError
 from kvrelay.transfer.ranks.messages import (
     Answer,
     Call,
-    CloseGrant,
     Connect,
     Counted,
     Disconnect,
@@ -36,7 +36,6 @@ from kvrelay.transfer.ranks.messages import (
     FromRank,
     Learn,
     Notified,
-    OpenGrant,
     OpenMemory,
     PartEnded,
     RankMemory,
@@ -44,7 +43,7 @@ from kvrelay.transfer.ranks.messages import (
     Watch,
 )
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, Int64Array, worker_of
+from kvrelay.transfer.values import worker_of
 
 WATCH_S = 0.2
 """A rank polls its transport for so long after a post or a Watch."""
@@ -75,19 +74,6 @@ class RankLinks:
         self.links, self.fence = tuple(links), fence
 
 
-class RankGrants:
-    """The GrantTable in the rank's process. Offsets are those of the rank's memory."""
-
-    def __init__(self, ask: Callable[[ToRank], Answer]) -> None:
-        self._ask = ask
-
-    def open(self, grant: GrantRef, loan: int, worker_id: str, readable: Int64Array, writable: Int64Array) -> None:
-        self._ask(OpenGrant(grant, loan, worker_id, readable, writable))
-
-    def close(self, handoff: str, loan: int) -> None:
-        self._ask(CloseGrant(handoff, loan))
-
-
 class RankTransport(Transport):
     """Contract: ``transfer.base.Transport``; all methods from any thread."""
 
@@ -98,7 +84,7 @@ class RankTransport(Transport):
         self.name = config.transport
         self.has_bar = config.transport != "nixl"
         self.late_s = LATE_S if config.transport in ("nixl", "auto") else 0.0
-        self.grants = RankGrants(self._ask_if_alive) if config.transport == "p2p" else None
+        self._is_p2p = config.transport == "p2p"
         self.memory: RankMemory | None = None
         """Once it is registered."""
         self._link = link
@@ -150,13 +136,21 @@ class RankTransport(Transport):
     def admit(self, worker_id: str) -> None:
         self._ask_if_alive(Call("admit", (worker_id,)))
 
+    def open_window(self, window: MemoryWindow) -> None:
+        if self._is_p2p:
+            self._ask_if_alive(window)
+
+    def close_window(self, handoff: str, loan: int) -> None:
+        if self._is_p2p:
+            self._ask_if_alive(Call("close_window", (handoff, loan)))
+
     def learn(self, worker_id: str, public_key: str) -> None:
         with self._lock:
             self._send(Learn(worker_id, public_key))
 
     def p2p_counters(self) -> P2pCounters | None:
         """As the rank has told them last."""
-        return self._counters if self.grants is not None else None
+        return self._counters if self._is_p2p else None
 
     def check_integrity(self) -> None:
         if self.memory is not None:

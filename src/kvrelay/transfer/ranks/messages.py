@@ -1,7 +1,7 @@
 """The messages between a worker's end of a rank (``link``) and the rank process (``mover``). Nothing is pickled.
 
 worker ──OpenMemory──> rank          rank ──Answer(RankMemory)──> worker
-worker ──Connect, Disconnect, Call, OpenGrant, CloseGrant──> rank ──Answer──> worker
+worker ──Connect, Disconnect, Call, MemoryWindow──> rank ──Answer──> worker
 worker ──Post──> rank                rank ──PartEnded──> worker        once for each
 worker ──Watch, Learn──> rank        rank ──Notified, Counted──> worker
 """
@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.config import TransferConfig
+from kvrelay.core.window import MemoryWindow
 from kvrelay.core.workers import KvMetadata
 from kvrelay.transfer.base import Post, PostEnd
 from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, Int64Array
 
 Fence = npt.NDArray[np.float64]
 """One number, in memory that the worker shares with its ranks: the monotonic time until which they may post."""
@@ -61,10 +61,10 @@ class Disconnect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """A method of the rank's transport, with a worker's id if it takes one."""
+    """A method of the rank's transport, with its arguments."""
 
-    method: Literal["bar", "admit", "check_integrity", "close"]
-    arguments: tuple[str, ...] = ()
+    method: Literal["bar", "admit", "close_window", "check_integrity", "close"]
+    arguments: tuple[str | int, ...] = ()
 
 
 class Learn(msgspec.Struct, frozen=True, tag=True):
@@ -72,26 +72,11 @@ class Learn(msgspec.Struct, frozen=True, tag=True):
     public_key: str
 
 
-class OpenGrant(msgspec.Struct, frozen=True, tag=True):
-    """Rows of (offset, length) in the rank's memory."""
-
-    grant: GrantRef
-    loan: int
-    worker_id: str
-    readable: Int64Array
-    writable: Int64Array
-
-
-class CloseGrant(msgspec.Struct, frozen=True, tag=True):
-    handoff: str
-    loan: int
-
-
 class Watch(msgspec.Struct, frozen=True, tag=True):
     """Poll for the next ``WATCH_S``: peers may move KV."""
 
 
-ToRank = OpenMemory | Connect | Disconnect | Post | Call | Learn | OpenGrant | CloseGrant | Watch
+ToRank = OpenMemory | Connect | Disconnect | Post | Call | Learn | MemoryWindow | Watch
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

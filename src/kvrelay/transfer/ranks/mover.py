@@ -17,6 +17,7 @@ from contextlib import closing, suppress
 from msgspec.structs import replace
 
 from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.window import MemoryWindow
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.transfer.base import Post, Transport
@@ -26,14 +27,12 @@ from kvrelay.transfer.ranks.link import WATCH_S
 from kvrelay.transfer.ranks.messages import (
     Answer,
     Call,
-    CloseGrant,
     Connect,
     Counted,
     Disconnect,
     Fence,
     Learn,
     Notified,
-    OpenGrant,
     OpenMemory,
     PartEnded,
     RankMemory,
@@ -168,11 +167,8 @@ class RankMover:
                 transport.remove_peer(message.rank_id)
             case Call():
                 is_true = getattr(transport, message.method)(*message.arguments) is not False
-            case OpenGrant() if transport.grants is not None:
-                rows = message.readable, message.writable
-                transport.grants.open(message.grant, message.loan, message.worker_id, *rows)
-            case CloseGrant() if transport.grants is not None:
-                transport.grants.close(message.handoff, message.loan)
+            case MemoryWindow():
+                transport.open_window(message)
         return Answer(is_true=is_true)
 
     def _open(self, message: OpenMemory) -> RankMemory:

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.layout import KVLayout
+from kvrelay.core.window import MemoryWindow
 from kvrelay.errors import ConfigError
 from kvrelay.transfer.pieces import merge_pieces
 from kvrelay.transfer.rank_map import InstanceSizes, place_rank
@@ -53,6 +55,12 @@ class RankCut(msgspec.Struct, frozen=True):
             layout.tp_size,
             layout.pp_size,
         )
+
+    def windows(self, window: MemoryWindow) -> list[MemoryWindow]:
+        """A window onto the joined pool as windows onto each rank's memory."""
+        sizes = np.diff(self.offsets, append=self.block_bytes)
+        places = zip(sizes.tolist(), self.strides.tolist(), self.begins.tolist(), strict=True)
+        return [replace(window, block_bytes=size, stride=stride, begin=begin) for size, stride, begin in places]
 
     def cut(self, offsets: Int64Array, lengths: Int64Array) -> _Parts:
         """Runs of bytes of the joined pool, cut where a rank's part ends."""
@@ -117,14 +125,6 @@ def split(pieces: Pieces, local: RankCut | None, remote: RankCut | None) -> list
         RankPieces(int(pairs[0, begin]), int(pairs[1, begin]), merge_pieces(here[at], there[at], lengths[at]))
         for begin, at in zip(starts.tolist(), np.split(order, starts[1:]), strict=True)
     ]
-
-
-def rank_rows(rows: Int64Array, cut: RankCut) -> list[Int64Array]:
-    """Rows of (offset, length) of the joined pool as rows of each rank's memory."""
-    rows = rows.reshape(-1, 2)
-    parts = cut.cut(rows[:, 0], rows[:, 1])
-    both = np.stack((parts.own, parts.lengths), axis=1)
-    return [both[parts.ranks == rank] for rank in range(len(cut.offsets))]
 
 
 def rank_pairs(local: RankCut | None, remote: RankCut | None) -> list[tuple[int, int]]:

@@ -17,17 +17,17 @@ from msgspec.structs import replace
 
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.window import MemoryWindow
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import KvrelayError, TransferError
 from kvrelay.transfer.base import Post, PostEnd, Transport
 from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.grants import Grants
 from kvrelay.transfer.pieces import NO_PIECES
 from kvrelay.transfer.ranks.link import RankTransport
 from kvrelay.transfer.ranks.messages import Fence, RankMemory
-from kvrelay.transfer.ranks.splitting import RankCut, RankPieces, rank_pairs, rank_rows, split
+from kvrelay.transfer.ranks.splitting import RankCut, RankPieces, rank_pairs, split
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, Int64Array, rank_id
+from kvrelay.transfer.values import rank_id
 
 _DECODER = msgspec.msgpack.Decoder(tuple[RankMemory, ...])
 
@@ -75,18 +75,6 @@ class RankedTransport(Transport):
     def wake_fds(self) -> tuple[int, ...]:  # type: ignore[override]
         return self._ends[0].wake_fds if len(self._ends) == 1 else ()
 
-    @property
-    def grants(self) -> Grants | None:  # type: ignore[override]
-        if len(self._ends) == 1 or self._ends[0].grants is None:
-            return self._ends[0].grants
-        return _SplitGrants(self)
-
-    def grants_of(self, rows: Int64Array) -> list[tuple[Grants, Int64Array]]:
-        """The ranks' tables, each with its rows of (offset, length) of ``rows``."""
-        assert self._cut is not None
-        tables = [end.grants for end in self._ends if end.grants is not None]
-        return list(zip(tables, rank_rows(rows, self._cut), strict=True))
-
     def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         self._tell_fence()
         arrived: list[bytes] = []
@@ -110,6 +98,15 @@ class RankedTransport(Transport):
     def admit(self, worker_id: str) -> None:
         for end in self._ends:
             end.admit(worker_id)
+
+    def open_window(self, window: MemoryWindow) -> None:
+        parts = [window] if self._cut is None else self._cut.windows(window)
+        for end, part in zip(self._ends, parts, strict=True):
+            end.open_window(part)
+
+    def close_window(self, handoff: str, loan: int) -> None:
+        for end in self._ends:
+            end.close_window(handoff, loan)
 
     def learn(self, worker_id: str, public_key: str) -> None:
         for end in self._ends:
@@ -220,22 +217,6 @@ class RankedTransport(Transport):
     def _tell_fence(self) -> None:
         if self._shared_fence is not None:
             self._shared_fence[0] = self.fence()
-
-
-class _SplitGrants:
-    """The tables of all ranks as one."""
-
-    def __init__(self, transport: RankedTransport) -> None:
-        self._transport = transport
-
-    def open(self, grant: GrantRef, loan: int, worker_id: str, readable: Int64Array, writable: Int64Array) -> None:
-        both = zip(self._transport.grants_of(readable), self._transport.grants_of(writable), strict=True)
-        for (table, readable_here), (_, writable_here) in both:
-            table.open(grant, loan, worker_id, readable_here, writable_here)
-
-    def close(self, handoff: str, loan: int) -> None:
-        for table, _ in self._transport.grants_of(NO_PIECES.lengths):
-            table.close(handoff, loan)
 
 
 def _registered(end: Transport, region: MemoryRegion) -> RankMemory:

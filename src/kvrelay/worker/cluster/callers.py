@@ -16,6 +16,7 @@ import asyncio
 import enum
 from collections import defaultdict
 from functools import lru_cache, partial
+from typing import get_args
 
 import msgspec
 
@@ -24,7 +25,7 @@ from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_caller
 from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Ping, PrefillLost, SessionPaused
 from kvrelay.core.tasks import TaskSet
-from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
+from kvrelay.handoff.messages import HandoffClaim, HandoffReleased, ToDecode
 from kvrelay.rpc.wire import Message
 
 ADMISSION_WAIT_S = 1.0
@@ -40,7 +41,7 @@ class CallerKind(enum.StrEnum):
 MAY_SAY: dict[CallerKind, tuple[type[Message], ...]] = {
     CallerKind.FRONTEND: (GenerateRequest, AbortRequest, PrefillLost, SessionPaused, Ping),
     CallerKind.OPERATOR: (AdminRequest, Ping),
-    CallerKind.WORKER: (HandoffClaim, HandoffProgress, HandoffDone, HandoffReady, HandoffReleased, Ping),
+    CallerKind.WORKER: (*get_args(ToDecode), Ping),
 }
 
 

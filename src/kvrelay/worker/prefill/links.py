@@ -16,7 +16,7 @@ from collections.abc import Callable
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.tasks import TaskSet, failure_of
 from kvrelay.errors import KvrelayError
-from kvrelay.handoff.messages import HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
+from kvrelay.handoff.messages import HandoffReleased, HandoffReport
 from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.prefill.connections import DecodePeers
 from kvrelay.worker.sides.ports import Link
@@ -60,13 +60,13 @@ class DecodeLinks:
         error = await failure_of(connect(), f"connecting to {worker_id}")
         then(link, error)
 
-    def tell(self, worker_id: str, message: HandoffProgress | HandoffDone | HandoffReady) -> None:
+    def tell(self, worker_id: str, message: HandoffReport) -> None:
         """Send it, unless the last message of its hand-off still waits for a connection: the ledger says it again."""
         if message.handoff_id not in self._telling:
             self._telling.add(message.handoff_id)
             self._tasks.spawn(self._tell(worker_id, message))
 
-    async def _tell(self, worker_id: str, message: HandoffProgress | HandoffDone | HandoffReady) -> None:
+    async def _tell(self, worker_id: str, message: HandoffReport) -> None:
         try:
             (await self._peers.get(worker_id)).client.send(message)
         except KvrelayError as exc:

@@ -103,7 +103,7 @@ class PairedPrefills:
             traceparent=message.traceparent,
             holder=message.holder,
         )
-        return Job(without_tail(request, num_tail), _Half(self, message))
+        return _Half(self, message, without_tail(request, num_tail))
 
     def _checked(self, message: GenerateRequest) -> tuple[HandoffId, str]:
         """The hand-off, and its decode worker's address. Raises WorkerUnavailableError, InvalidInputError."""
@@ -152,13 +152,13 @@ class PairedPrefills:
         self._around.refusals.send(peer, refusal_of(request_id, error))
 
 
-class _Half:
-    """The prefill half of a pair: the origin of a prefill. No queue entry waits for it."""
+class _Half(Job):
+    """The prefill half of a pair. No queue entry waits for it."""
 
     order = HandoffOrder.PREFILL_FIRST
-    may_return = False
 
-    def __init__(self, side: PairedPrefills, message: GenerateRequest) -> None:
+    def __init__(self, side: PairedPrefills, message: GenerateRequest, request: RemotePrefillRequest) -> None:
+        super().__init__(request)
         self._side = side
         self._message = message
 
@@ -168,11 +168,5 @@ class _Half:
     def first(self, output: TokenOutput | None) -> None:
         self._side.first(self._message.request_id, output)
 
-    def computed(self) -> None:
-        """The frontend hears of its first token."""
-
     def settled(self) -> None:
         self._side.settled(self._message.request_id)
-
-    def returned(self) -> None:
-        raise AssertionError("no queue entry goes back")

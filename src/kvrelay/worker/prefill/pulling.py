@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine
 from kvrelay.control.base import PrefillDelivery
 from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S, return_delay_s
 from kvrelay.core.handoff import HandoffId, HandoffOrder
-from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.tasks import TaskSet, end_tasks, failure_of
 from kvrelay.errors import KvrelayError
@@ -167,8 +166,8 @@ class PrefillSide:
 
     def _take(self, delivery: PrefillDelivery) -> None:
         """One queue entry, from here to its acknowledgement."""
-        entry = _Entry(delivery, self._slots, self._tasks, self._settling)
-        self.handoffs.pulled(Job(delivery.request, entry), is_expired=delivery.is_expired)
+        job = _Entry(delivery, self._slots, self._tasks, self._settling)
+        self.handoffs.pulled(job, is_expired=delivery.is_expired)
 
     def _prepare(self, sampling: SamplingParams, then: Callable[[KvrelayError | None], None]) -> None:
         """Compile the grammar on a thread of its own, so that neither the loop nor the engine waits for it."""
@@ -179,25 +178,19 @@ class PrefillSide:
         self._preparing.spawn(prepare())
 
 
-class _Entry:
-    """A queue entry, from its pull to its acknowledgement: the origin of a prefill. It holds a permit of the pull loop
-    until it is computed."""
+class _Entry(Job):
+    """A queue entry, from its pull to its acknowledgement. It holds a permit of the pull loop until it is computed."""
 
     order = HandoffOrder.DECODE_FIRST
 
     def __init__(self, delivery: PrefillDelivery, slots: asyncio.Semaphore, tasks: TaskSet, settling: TaskSet) -> None:
+        super().__init__(delivery.request)
         self._delivery = delivery
         self._slot: asyncio.Semaphore | None = slots
         self._delay_s = return_delay_s(delivery.num_deliveries)
         self.may_return = self._delay_s is not None
         self._settling = settling
         self._keepalives = tasks.spawn(_extend_ack_deadline(delivery))
-
-    def received(self) -> None:
-        """The queue's part in admission was before the pull."""
-
-    def first(self, output: TokenOutput | None) -> None:
-        """The decode worker gets the first token with the KV."""
 
     def computed(self) -> None:
         slot, self._slot = self._slot, None

@@ -19,11 +19,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from kvrelay.core.handoff import HandoffId, KvDirection, RemotePrefillRequest
 from kvrelay.core.latest import Latest
-from kvrelay.core.layout import BlockRun
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.engine.contract import Engine, require
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import KvrelayError, PayloadTooLargeError, ProtocolError
@@ -32,10 +30,10 @@ from kvrelay.handoff.base import Connection
 from kvrelay.handoff.conduct import MAX_FAILURES
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeState
-from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
+from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased, ToDecode
 from kvrelay.marks.phases import Phase
 from kvrelay.rpc.wire import decode_message
-from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
+from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.reporting.stats import DecodeStats
 from kvrelay.worker.sides.ports import ConnectionPort, SidePorts
@@ -45,7 +43,6 @@ from kvrelay.worker.translation import opened
 _log = logging.getLogger(__name__)
 
 MAX_FETCHED = 1024
-FromPrefillSide = HandoffClaim | HandoffProgress | HandoffDone | HandoffReady | HandoffReleased
 
 
 class DecodePorts(SidePorts):
@@ -117,7 +114,7 @@ class IncomingHandoffs(Side[de.DecodeEvent]):
             case de.ChecksumHits():
                 ports.checksums.compute(action.block_ids, partial(self._hits_checksummed, action))
             case de.SendGrant():
-                self._open_grant(action)
+                self._open_window(action)
                 ports.turns.on_loop(self._send_grant, action)
             case de.SendToPrefill():
                 ports.turns.on_loop(ports.peers.send, action.connection, action.message)
@@ -139,9 +136,8 @@ class IncomingHandoffs(Side[de.DecodeEvent]):
             case de.LendPrefix():
                 post(partial(self._lend_prefix, action))
             case de.EndLoan():
-                if self.ports.transfer.grants is not None:
-                    # Before the engine may use the blocks, so that later writes of the peer are refused.
-                    self.ports.transfer.grants.close(str(action.handoff_id), action.loan)
+                # Before the engine may use the blocks, so that later writes of the peer are refused.
+                self.ports.transfer.close_window(str(action.handoff_id), action.loan)
                 post(partial(self._end_loan, action))
             case de.Resume():
                 post(partial(self._resume, action))
@@ -213,7 +209,7 @@ class IncomingHandoffs(Side[de.DecodeEvent]):
 
     # -- prefill workers ----------------------------------------------------------------------------------------------
 
-    def on_message(self, connection: Connection, message: FromPrefillSide) -> None:
+    def on_message(self, connection: Connection, message: ToDecode) -> None:
         """A message of a prefill worker, whose caller may send it."""
         match message:
             case HandoffClaim():
@@ -230,22 +226,16 @@ class IncomingHandoffs(Side[de.DecodeEvent]):
     def _hits_checksummed(self, action: de.ChecksumHits, checksums: tuple[int, ...] | None) -> None:
         self.handle(de.HitsChecksummed(action.handoff_id, action.generation, checksums))
 
-    def _open_grant(self, action: de.SendGrant) -> None:
+    def _open_window(self, action: de.SendGrant) -> None:
         """Before the claimant gets the grant. It reads D's hits and, with push, writes the other blocks."""
-        grants, message = self.ports.transfer.grants, action.message
-        handoff = self.ledger.handoffs.get(message.handoff_id)
-        grant = None if handoff is None else handoff.find(message.generation)
         # Without a loan it permits nothing, and no end of a loan would close it.
-        if grants is not None and grant is not None and grant.loan:
+        if action.loan:
+            message, size = action.message, self._block_bytes
             num_hit_blocks = message.num_cached_tokens // self.ledger.rules.block_size
             hits, others = message.block_ids[:num_hit_blocks], message.block_ids[num_hit_blocks:]
-            ref = GrantRef(str(message.handoff_id), message.generation)
-            grants.open(ref, grant.loan, action.worker_id, self._bytes_of(hits), self._bytes_of(others))
-
-    def _bytes_of(self, block_ids: tuple[int, ...]) -> Int64Array:
-        """Rows of offset and length."""
-        offsets = np.asarray(block_ids, dtype=np.int64) * self._block_bytes
-        return np.stack((offsets, np.full_like(offsets, self._block_bytes)), axis=1)
+            key = RemoteKey(str(message.handoff_id), message.generation)
+            window = MemoryWindow(key, action.loan, action.worker_id, hits, others, size, size)
+            self.ports.transfer.open_window(window)
 
     def _send_grant(self, action: de.SendGrant) -> None:
         message = action.message
@@ -318,16 +308,15 @@ class IncomingHandoffs(Side[de.DecodeEvent]):
         if error is not None or not self._is_wanted(action):
             self._read_ended(action, "nobody waits for it any more" if error is None else error.message)
             return
-        here = BlockRun(action.first_block, action.block_ids)
-        there = BlockRun(action.remote_first_block, action.remote_block_ids)
-        pieces = self.ports.memory.pieces(TransferOp.READ, action.worker_id, here, there, action.remote_block_size)
+        worker_id, size = action.worker_id, action.remote_block_size
+        pieces = self.ports.memory.pieces(TransferOp.READ, worker_id, action.here, action.there, size)
         if pieces is None:
             self._read_ended(action, "its blocks do not fit the memory that it has registered")
             return
         self._stats.num_received_bytes += pieces.num_bytes
         self._marks.posted(str(action.handoff_id), pieces.num_bytes, pieces.num_pieces)
-        grant, ended = GrantRef(str(action.handoff_id), action.generation), partial(self._read_ended, action)
-        self.ports.transfer.submit(TransferOp.READ, action.worker_id, pieces, on_done=ended, grant=grant)
+        ended = partial(self._read_ended, action)
+        self.ports.transfer.submit(TransferOp.READ, worker_id, pieces, on_done=ended, key=action.key)
 
     def _read_ended(self, action: de.Fetch, error: str | None) -> None:
         self._marks.add(str(action.handoff_id), Phase.TRANSFER_ENDED)

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import msgspec
 
 from kvrelay.core.layout import BlockRun
+from kvrelay.core.window import MemoryWindow, RemoteKey
 from kvrelay.engine.contract import Engine
 from kvrelay.errors import KvrelayError
-from kvrelay.handoff.messages import HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
+from kvrelay.handoff.messages import HandoffReleased, HandoffReport
 from kvrelay.rpc.wire import Message
-from kvrelay.transfer.grants import Grants
-from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
+from kvrelay.transfer.values import Pieces, TransferOp
 
 
 class Turns(Protocol):
@@ -56,8 +56,9 @@ class EnginePort(Protocol):
 class TransferPort(Protocol):
     """``TransferThread``."""
 
-    @property
-    def grants(self) -> Grants | None: ...
+    def open_window(self, window: MemoryWindow) -> None: ...
+
+    def close_window(self, handoff: str, loan: int) -> None: ...
 
     def submit(
         self,
@@ -69,7 +70,7 @@ class TransferPort(Protocol):
         on_done: Callable[[str | None], None],
         group: str | None = None,
         timeout_s: float | None = None,
-        grant: GrantRef | None = None,
+        key: RemoteKey | None = None,
     ) -> None: ...
 
 
@@ -124,7 +125,7 @@ class DecodeWorkerPort(Protocol):
         """Connect to the worker and its memory if need be, then ``then(link, None)``, perhaps at once, or
         ``then(None, error)``, later."""
 
-    def tell(self, worker_id: str, message: HandoffProgress | HandoffDone | HandoffReady) -> None:
+    def tell(self, worker_id: str, message: HandoffReport) -> None:
         """Connect if need be, and send; nothing if that fails, or while the hand-off's last message still waits."""
 
     def release(self, worker_id: str, message: HandoffReleased, heard: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """The prefill side's hand-offs, over a ``PrefillLedger``: what each action of the ledger means for the engine, the
 transfer thread and the decode workers, and what of it comes back.
 
-    event loop        entries, answers, connections, leases ──> Pulled, Granted, ...  <──  SendClaim, SendRelease,
+    event loop        entries, answers, connections, leases ──> Pulled, ...           <──  SendClaim, SendRelease,
                                                                                            SendToDecode, Settle
     engine            loads and chunks of a step ──> LoadRequested, ChunkComputed,    <──  Compute, ReportLoaded, Keep,
                                                      Kept                                  StopComputing, FreeBlocks
@@ -31,22 +31,15 @@ from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, RefusalReason
-from kvrelay.handoff.messages import (
-    HandoffAbandon,
-    HandoffFetched,
-    HandoffGrant,
-    HandoffReady,
-    HandoffRecall,
-    HandoffRefused,
-)
+from kvrelay.handoff.messages import HandoffGrant, HandoffReady, HandoffRecall, HandoffRefused, ToPrefill
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.marks.phases import Phase
 from kvrelay.rpc.wire import Message, encode_message
-from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
+from kvrelay.transfer.values import Pieces, TransferOp
 from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.sides.ports import DecodeWorkerPort, Link, SidePorts
 from kvrelay.worker.sides.side import Side
-from kvrelay.worker.translation import chunk_computed, engine_request, pulled
+from kvrelay.worker.translation import chunk_computed, engine_request
 
 _log = logging.getLogger(__name__)
 
@@ -57,12 +50,19 @@ _CANCELLED = (EndReason.REQUEST_ENDED, EndReason.ABANDONED, EndReason.RECALLED, 
 with another cause is logged when it arrives."""
 
 
-class Origin(Protocol):
-    """Where a prefill came from, and who hears of its progress. On the event loop, except for ``received``."""
+class Job:
+    """A prefill that this worker computes. Where it came from says the subclass, which hears of its progress: on the
+    event loop, except for ``received``."""
 
     order: HandoffOrder
-    may_return: bool
+    may_return = False
     """Its queue entry may go back."""
+
+    def __init__(self, request: RemotePrefillRequest) -> None:
+        self.request = request
+        self.name = str(request.handoff_id)
+        """Its request id in the engine."""
+        self.num_bytes = self.num_pieces = 0
 
     def received(self) -> None:
         """The engine receives it; on the engine's thread."""
@@ -75,23 +75,11 @@ class Origin(Protocol):
 
     def settled(self) -> None:
         """It is over; once, unless ``returned`` is."""
+        raise NotImplementedError
 
     def returned(self) -> None:
         """Its queue entry goes back."""
-
-
-class Job(msgspec.Struct):
-    """A prefill that this worker computes."""
-
-    request: RemotePrefillRequest
-    origin: Origin
-    num_bytes: int = 0
-    num_pieces: int = 0
-
-    @property
-    def name(self) -> str:
-        """Its request id in the engine."""
-        return str(self.request.handoff_id)
+        raise AssertionError("no queue entry goes back")
 
 
 class PrefixRead(Protocol):
@@ -153,7 +141,7 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
             case pe.Write():
                 self._write(action)
             case pe.Computed():
-                on_loop(self.jobs[action.handoff_id].origin.computed)
+                on_loop(self.jobs[action.handoff_id].computed)
             case pe.Settle():
                 on_loop(self._settle, action)
             case pe.Return():
@@ -193,14 +181,14 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         request, handoff_id = job.request, job.request.handoff_id
         if handoff_id.decode_worker_id != request.decode_worker_id:
             _log.warning("an entry of %s for hand-off %s was dropped", request.decode_worker_id, handoff_id)
-            job.origin.settled()
+            job.settled()
         elif request.decode_worker_id == self.ledger.rules.worker_id:
             # We do both: our own engine computes it without a hand-off.
-            job.origin.settled()
+            job.settled()
             self.ports.computes_here(handoff_id)
         elif handoff_id in self.ledger.seen:
             _log.warning("hand-off %s was delivered again; it was handled here before", handoff_id)
-            job.origin.settled()
+            job.settled()
         elif is_expired:
             self._decline(job, EndReason.EXPIRED)
         elif request.model != self._model:
@@ -215,7 +203,7 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         handoff_id = job.request.handoff_id
         if handoff_id in self.ledger.seen:
             _log.warning("hand-off %s was delivered again while its grammar was compiled", handoff_id)
-            job.origin.settled()
+            job.settled()
         elif error is not None:
             _log.warning("hand-off %s is not computed: %s", handoff_id, error)
             self._decline(job, EndReason.ENGINE_REFUSED)
@@ -226,13 +214,11 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
 
     def take(self, job: Job) -> None:
         """Compute it, and claim it meanwhile."""
-        request, origin = job.request, job.origin
         self._begin(job)
-        self._by_name[job.name] = request.handoff_id
-        is_pulled = origin.order is HandoffOrder.DECODE_FIRST
+        self._by_name[job.name] = job.request.handoff_id
+        is_pulled = job.order is HandoffOrder.DECODE_FIRST
         self._marks.received(job.name, Phase.PULLED if is_pulled else Phase.RECEIVED)
-        term, may_return = self.ports.term(), origin.may_return
-        self.handle(pulled(request, self._block_size, term, origin.order, may_return=may_return))
+        self.handle(pe.Pulled(job.request, self.ports.term(), job.order, job.may_return))
 
     def _decline(self, job: Job, reason: EndReason) -> None:
         """Do not compute it, and tell its owner."""
@@ -254,10 +240,10 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         if action.reason is not None:
             level = logging.INFO if action.reason in _CANCELLED else logging.WARNING
             _log.log(level, "hand-off %s: %s", action.handoff_id, action.reason)
-        job.origin.settled()
+        job.settled()
 
     def _return(self, action: pe.Return) -> None:
-        self._pop(action.handoff_id).origin.returned()
+        self._pop(action.handoff_id).returned()
 
     def _pop(self, handoff_id: HandoffId) -> Job:
         job = self.jobs.pop(handoff_id)
@@ -283,21 +269,18 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
 
     def on_message(self, worker_id: str, message: Message) -> None:
         """A message of a decode worker. A hand-off's id is valid only from the worker that it names."""
-        if not isinstance(message, HandoffGrant | HandoffRefused | HandoffRecall | HandoffAbandon | HandoffFetched):
+        if not isinstance(message, ToPrefill):
             _log.warning("%s sent an unexpected %s", worker_id, type(message).__name__)
         elif message.handoff_id.decode_worker_id != worker_id:
             _log.warning(
                 "%s sent a message about hand-off %s of another worker; dropped it", worker_id, message.handoff_id
             )
-        elif isinstance(message, HandoffGrant):
-            self._marks.add(str(message.handoff_id), Phase.GRANT_HEARD)
-            self.handle(pe.Granted(worker_id, message))
-        elif isinstance(message, HandoffAbandon):
-            self.handle(pe.Abandoned(worker_id, message))
         elif isinstance(message, HandoffRecall):
             self.ports.engine.post(partial(self._recall, message))
         else:
-            if isinstance(message, HandoffRefused) and message.reason not in (
+            if isinstance(message, HandoffGrant):
+                self._marks.add(str(message.handoff_id), Phase.GRANT_HEARD)
+            elif isinstance(message, HandoffRefused) and message.reason not in (
                 RefusalReason.UNKNOWN,
                 RefusalReason.NO_PREFIX,
             ):
@@ -327,21 +310,21 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
     def _load(self, load: KvLoad) -> None:
         handoff_id = self._by_name.get(load.request_id)
         if handoff_id is not None:
-            self.handle(pe.LoadRequested(handoff_id, pe.RequestBlocks(load.first_block, load.block_ids)))
+            self.handle(pe.LoadRequested(handoff_id, BlockRun(load.first_block, load.block_ids)))
 
     def _chunk(self, chunk: HandoffChunk) -> None:
         handoff_id = self._by_name.get(chunk.request_id)
         if handoff_id is None:
             return
         job = self.jobs.get(handoff_id)
-        if chunk.last and job is not None and job.origin.order is HandoffOrder.PREFILL_FIRST:
+        if chunk.last and job is not None and job.order is HandoffOrder.PREFILL_FIRST:
             # Before the ledger handles it, because a hand-off may settle at once.
-            self.ports.turns.on_loop(job.origin.first, chunk.first_output)
+            self.ports.turns.on_loop(job.first, chunk.first_output)
         self.handle(chunk_computed(handoff_id, chunk))
 
     def _add_request(self, job: Job, core: Engine) -> None:
         request = job.request
-        job.origin.received()
+        job.received()
         try:
             core.add_request(engine_request(request, self._block_size, self._marks.listener))
         except KvrelayError as exc:
@@ -376,19 +359,13 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
             prefix.begins(pieces.num_bytes)
         else:
             self._count(self.jobs[action.handoff_id], pieces.num_bytes)
-        worker_id, grant = action.handoff_id.decode_worker_id, self._grant_of(action.handoff_id)
-        limit_s = None if prefix is None else PREFIX_READ_TIMEOUT_S
-        self.ports.transfer.submit(TransferOp.READ, worker_id, pieces, on_done=ended, grant=grant, timeout_s=limit_s)
+        worker_id, limit_s = action.handoff_id.decode_worker_id, None if prefix is None else PREFIX_READ_TIMEOUT_S
+        self.ports.transfer.submit(TransferOp.READ, worker_id, pieces, on_done=ended, key=action.key, timeout_s=limit_s)
 
     def _hits_read(self, action: pe.ReadHits, error: str | None) -> None:
         if error is not None and action.handoff_id in self.prefixes:
             _log.warning("a prefix of %s is computed instead: %s", action.handoff_id.decode_worker_id, error)
         self.handle(pe.HitsRead(action.handoff_id, error is None))
-
-    def _grant_of(self, handoff_id: HandoffId) -> GrantRef | None:
-        """The grant that we name; under the ledger's lock."""
-        handoff = self.ledger.handoffs.get(handoff_id)
-        return None if handoff is None or handoff.grant is None else GrantRef(str(handoff_id), handoff.grant.generation)
 
     def _write(self, action: pe.Write) -> None:
         job = self.jobs[action.handoff_id]
@@ -407,8 +384,8 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
             self._marks.posted(job.name, job.num_bytes, job.num_pieces)
             done = msgspec.structs.replace(action.done, num_transferred_bytes=job.num_bytes)
             notify = encode_message(self._marks.of_prefill(done))
-        worker_id, group, grant = job.request.decode_worker_id, job.name, GrantRef(job.name, action.generation)
-        self.ports.transfer.submit(TransferOp.WRITE, worker_id, pieces, notify, on_done=ended, group=group, grant=grant)
+        worker_id, group, key = job.request.decode_worker_id, job.name, action.key
+        self.ports.transfer.submit(TransferOp.WRITE, worker_id, pieces, notify, on_done=ended, group=group, key=key)
 
     def _written(self, action: pe.Write, is_first: bool, error: str | None) -> None:
         if error is not None:
@@ -418,10 +395,8 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         self.handle(pe.Written(action.handoff_id, error is None))
 
     def _pieces(self, op: TransferOp, action: pe.ReadHits | pe.Write) -> Pieces | None:
-        here = BlockRun(action.blocks.first_block, action.blocks.block_ids)
-        there = BlockRun(action.remote_first_block, action.remote_block_ids)
         theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
-        return self.ports.memory.pieces(op, action.handoff_id.decode_worker_id, here, there, theirs)
+        return self.ports.memory.pieces(op, action.handoff_id.decode_worker_id, action.here, action.there, theirs)
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes

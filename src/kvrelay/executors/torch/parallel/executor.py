@@ -177,7 +177,7 @@ class ParallelExecutor:
         done = self._collect()[self._sampler]
         assert isinstance(done, StepDone)
         self._drawn_slots, self._drawn_tokens = work.slots[work.samples], done.token_ids
-        return done.output()
+        return done
 
     def execute_dummy(self) -> None:
         """A step without a batch, for the other ranks of the group. Raises EngineDeadError as ``execute`` does."""

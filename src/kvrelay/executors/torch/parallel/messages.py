@@ -23,7 +23,6 @@ import numpy as np
 
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.layout import KVLayout
-from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import Int32Array, ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.executors.torch.config import ModelFacts
@@ -102,16 +101,8 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """ModelOutput, from the rank that samples; empty from the others."""
-
-    token_ids: list[int] = []
-    logprobs: dict[int, PositionLogprobs] = {}
-    prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
-    failures: dict[int, str] = {}
-
-    def output(self) -> ModelOutput:
-        return ModelOutput(self.token_ids, self.logprobs, self.prompt_logprobs, self.failures)
+class StepDone(ModelOutput, frozen=True, tag=True):
+    """From the rank that samples; empty from the others."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):

@@ -48,7 +48,7 @@ from kvrelay.transfer.ranks.mover import RankMover
 
 _log = logging.getLogger(__name__)
 
-_DONE = StepDone()
+_DONE = StepDone([])
 
 
 class Rank:
