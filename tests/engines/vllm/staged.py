@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -117,13 +118,14 @@ def _value(layer: int, token_id: int, position: int) -> float:
 @dataclass
 class StagedVllm(ScriptedVllm):
     """``holds``: no request begins while it is set; ``holds_answers``: none is answered. ``confirms``: a worker of vLLM
-    answers if it is set."""
+    answers if it is set. ``gives_up``: requests end before their first step."""
 
     paged: Paged | None = None
     loaded: dict[str, int] = field(default_factory=dict)
     """Tokens that each request has loaded."""
     holds: bool = False
     holds_answers: bool = False
+    gives_up: bool = False
     confirms: bool = True
 
     async def generate(
@@ -136,6 +138,10 @@ class StagedVllm(ScriptedVllm):
         try:
             while self.holds:
                 await asyncio.sleep(0.002)
+            if self.gives_up:
+                completion = SimpleNamespace(token_ids=[], logprobs=None, finish_reason="error")
+                yield SimpleNamespace(outputs=[completion], finished=True)
+                return
             num_cached = 0 if self.publisher is None else self.publisher.num_known(request.token_ids[:-1])
             self.paged.compute(blocks, request.token_ids, 0, num_cached)
             self.loaded[request_id.partition("/")[0]] = self.paged.run(request, blocks, num_cached)

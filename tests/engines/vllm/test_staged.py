@@ -20,6 +20,7 @@ from tests.worker.cluster import Client, Cluster, Node, cluster, prompt
 from kvrelay.config import EngineConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import Engine, EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request
@@ -117,6 +118,18 @@ async def test_blocks_of_a_cancelled_prefill_are_used_again_only_when_vllm_is_at
         assert await engine.num_free() == 61, "a step of vLLM may still save to them"
         library.confirms = True
         await engine.until(lambda: "kvrelay_at_rest" in [method for method, _ in library.calls])
+        while await engine.num_free() < 64:
+            await asyncio.sleep(0.002)
+
+
+async def test_a_prefill_that_vllm_gives_up_fails_at_once() -> None:
+    """Its KV is never saved, e.g. if its grammar does not compile: nothing waits for it."""
+
+    async with _engine(gives_up=True) as (engine, library):
+        await engine.add("a", mode=PrefillMode.HANDOFF)
+        assert (await engine.end("a")).finish_reason is FinishReason.ERROR
+        assert "kvrelay_at_rest" in [method for method, _ in library.calls], "before its blocks are used again"
+        await engine.host.call(lambda inner: inner.sending_finished("a"))
         while await engine.num_free() < 64:
             await asyncio.sleep(0.002)
 

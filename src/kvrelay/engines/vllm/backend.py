@@ -27,6 +27,7 @@ from kvrelay.engines.hosted.vllm_transfer import VllmTransfer, stops_short
 from kvrelay.engines.vllm.adapters import AdapterEngine, LoadedAdapters
 from kvrelay.engines.vllm.translation import (
     RequestOutput,
+    is_answered,
     num_staged_blocks,
     piece_of,
     prefill_values,
@@ -204,10 +205,9 @@ class VllmBackend:
         is_finished = False
         try:
             async for output in answer:
-                if output.finished:
-                    if saving is not None:
-                        await saving.complete()
-                    is_finished = True
+                is_finished = is_answered(output)
+                if is_finished and saving is not None:
+                    await saving.complete()
                 yield output
         except self._terms.overload as exc:
             raise BackendRefusedError(f"vLLM is full: {one_line(exc)}", 503) from exc

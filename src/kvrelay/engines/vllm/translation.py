@@ -119,6 +119,11 @@ def _seed(seed: int | None, num_output_tokens: int) -> int | None:
     return None if seed is None else (seed ^ (num_output_tokens * SEED_STEP)) & SEED_MASK
 
 
+def is_answered(output: RequestOutput) -> bool:
+    """Whether the answer is whole with this output. vLLM also finishes requests that it gives up."""
+    return output.finished and all(each.finish_reason in FINISH_REASONS for each in output.outputs)
+
+
 def piece_of(output: RequestOutput, *, num_logprobs: int | None) -> AnswerChunk:
     """Raises AnswerError for an output without a completion, and for an answer that vLLM has aborted."""
     if len(output.outputs) != 1:
