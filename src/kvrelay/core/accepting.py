@@ -1,4 +1,4 @@
-"""Accepting a connection in a thread that serves others as well: no failure of ``accept`` may end it, or make it spin."""
+"""Accepting connections in a thread that serves others as well: no failure of ``accept`` may end it or make it spin."""
 
 from __future__ import annotations
 
