@@ -28,7 +28,7 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats import jetstream as jetstream_module
 from kvrelay.control.nats.bucket import Bucket
-from kvrelay.control.nats.client import TcpTransport
+from kvrelay.control.nats.client import TcpTransport, nats_errors
 from kvrelay.control.nats.connection import (
     REQUEST_TIMEOUT_S,
     ControlDeniedError,
@@ -415,6 +415,38 @@ async def test_a_subscription_that_is_not_certain_is_none(
         await connection.flush()
         assert heard == ["two"]
     await connection.close()
+
+
+async def test_a_subscription_whose_drain_gets_no_answer_is_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would keep it for ever, and renew it after each gap."""
+    server = NatsServerProcess()
+    connection = await NatsConnection.connect(server.start(), PATIENCE_S)
+    renewed, heard = asyncio.Event(), list[str]()
+    connection.on_reconnected(renewed.set)
+
+    async def hear(message: NatsMessage) -> None:
+        heard.append(message.subject)
+
+    async def silence() -> None:
+        raise nats_errors.FlushTimeoutError
+
+    try:
+        drained = await connection.subscribe("drained", hear)
+        await connection.subscribe("kept", hear)
+        with monkeypatch.context() as patch:
+            patch.setattr(connection.client, "flush", silence)
+            with pytest.raises(RequestTimeoutError):
+                await connection.drain(drained)
+        server.kill()
+        server.start()
+        await asyncio.wait_for(renewed.wait(), PATIENCE_S)
+        for subject in ("drained", "kept"):
+            await connection.publish(subject, b"")
+        await eventually(lambda: "kept" in heard)
+        assert heard == ["kept"]
+    finally:
+        await connection.close()
+        server.stop()
 
 
 def test_a_flush_comes_behind_what_was_sent_before(nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
