@@ -723,6 +723,12 @@ def test_entries_of_dead_processes_are_deleted(nats: NatsServerProcess) -> None:
 # -- the server process -----------------------------------------------------------------------------------------------
 
 
+def test_a_directory_that_cannot_be_made_is_refused_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"Not a directory\): make it writable, or give another .* \(--nats-dir\)"):
+        NatsServerProcess(tmp_path / "file" / "data").start()
+
+
 def test_the_server_keeps_port_and_data_over_restarts(tmp_path: Path) -> None:
     process = NatsServerProcess(tmp_path)
     url = process.start()
