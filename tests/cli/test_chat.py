@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.patience import PATIENCE_S
 
+from kvrelay.cli import chat as chat_module
 from kvrelay.cli.chat import ChatServer, chat
 from kvrelay.errors import InvalidInputError, WorkerUnavailableError
 
@@ -177,6 +178,14 @@ def test_what_is_not_openais_list_of_models_is_an_error() -> None:
             with pytest.raises(WorkerUnavailableError, match="does not answer as OpenAI's API does"):
                 ChatServer(f"http://127.0.0.1:{server.server_port}").model()
             server.shutdown()
+
+
+def test_a_server_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "MODELS_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(WorkerUnavailableError, match=r"no server answers at .* timed out"):
+            ChatServer(url).model()
 
 
 def test_wrong_urls_are_refused() -> None:

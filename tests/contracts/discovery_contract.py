@@ -398,12 +398,14 @@ class DiscoveryContract:
     def test_a_wiped_server_gets_everything_again(self, open_server: OpenServer) -> None:
         async def scenario(server: DiscoveryServer) -> None:
             one, two = await server.connect(), await server.connect()
-            lease = await one.grant(server.ttl_s)
+            lease, other = await one.grant(server.ttl_s), await one.grant(60.0)
             told = listen(lease)
             await eventually_puts(one, f"{WORKERS}w", b"1", lease)
             await one.put(f"{ROOT}config/x", b"2")
             async with watching(two, ROOT) as watch:
                 await server.go_away()
+                with pytest.raises(ControlUnavailableError):
+                    await one.put(f"{WORKERS}w", b"3", other)
                 await server.come_back(is_wiped=True)
                 await eventually(lambda: bool(told))
                 await eventually(lambda: watch.state == {f"{WORKERS}w": b"1"})

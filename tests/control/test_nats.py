@@ -18,17 +18,17 @@ import msgspec
 import pytest
 import uvloop
 from tests.contracts.control_servers import wipe
-from tests.contracts.prefill_queue_contract import prefill
+from tests.contracts.prefill_queue_contract import PARTITION, prefill
 from tests.contracts.waiting import eventually, watching
 from tests.control.configured_server import configured_server
 from tests.patience import PATIENCE_S, stop, until
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
-from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.control.base import ControlPlane, Keys, PrefillDelivery
 from kvrelay.control.nats import jetstream as jetstream_module
 from kvrelay.control.nats.bucket import Bucket
-from kvrelay.control.nats.client import TcpTransport
+from kvrelay.control.nats.client import TcpTransport, nats_errors
 from kvrelay.control.nats.connection import (
     REQUEST_TIMEOUT_S,
     ControlDeniedError,
@@ -43,6 +43,7 @@ from kvrelay.control.nats.event_bus import NatsEventBus
 from kvrelay.control.nats.jetstream import ConsumerInfo, Delivery, JetStream, parse_ack_subject
 from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.plane import NatsControlPlane
+from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
 from kvrelay.errors import (
     AddressInUseError,
@@ -417,6 +418,63 @@ async def test_a_subscription_that_is_not_certain_is_none(
     await connection.close()
 
 
+async def test_a_subscription_whose_drain_gets_no_answer_is_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would keep it for ever, and renew it after each gap."""
+    server = NatsServerProcess()
+    connection = await NatsConnection.connect(server.start(), PATIENCE_S)
+    renewed, heard = asyncio.Event(), list[str]()
+    connection.on_reconnected(renewed.set)
+
+    async def hear(message: NatsMessage) -> None:
+        heard.append(message.subject)
+
+    async def silence() -> None:
+        raise nats_errors.FlushTimeoutError
+
+    try:
+        drained = await connection.subscribe("drained", hear)
+        await connection.subscribe("kept", hear)
+        with monkeypatch.context() as patch:
+            patch.setattr(connection.client, "flush", silence)
+            with pytest.raises(RequestTimeoutError):
+                await connection.drain(drained)
+        server.kill()
+        server.start()
+        await asyncio.wait_for(renewed.wait(), PATIENCE_S)
+        for subject in ("drained", "kept"):
+            await connection.publish(subject, b"")
+        await eventually(lambda: "kept" in heard)
+        assert heard == ["kept"]
+    finally:
+        await connection.close()
+        server.stop()
+
+
+async def test_an_entry_that_is_dropped_does_not_come_again(nats: NatsServerProcess) -> None:
+    """Neither a malformed one nor a dead one stays in the stream."""
+    connection = await NatsConnection.connect(nats.url, PATIENCE_S)
+    jetstream, queue = JetStream(connection), NatsPrefillQueue(connection, "dropped", max_deliveries=1)
+    await queue.start()
+
+    async def num_stored() -> int:
+        return (await jetstream.stream_info("kvrelay_dropped_prefill")).state.messages
+
+    async def pulled() -> PrefillDelivery | None:
+        return await queue.pull(PARTITION, 0.0)
+
+    await queue.push(prefill("poison"))
+    delivery = await pulled()
+    assert delivery is not None
+    await delivery.nak()
+    await jetstream.publish(f"kvrelay.dropped.prefill.queue.{PARTITION}", b"nonsense")
+    async with asyncio.timeout(PATIENCE_S):
+        while (queue.num_malformed, queue.num_dead) != (1, 1) or await num_stored():
+            assert await pulled() is None
+            await asyncio.sleep(0.02)
+    await queue.close()
+    await connection.close()
+
+
 def test_a_flush_comes_behind_what_was_sent_before(nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A subscriber whose flush was answered misses nothing that is published from then on."""
 
@@ -689,6 +747,12 @@ def test_entries_of_dead_processes_are_deleted(nats: NatsServerProcess) -> None:
 
 
 # -- the server process -----------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_cannot_be_made_is_refused_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"Not a directory\): make it writable, or give another .* \(--nats-dir\)"):
+        NatsServerProcess(tmp_path / "file" / "data").start()
 
 
 def test_the_server_keeps_port_and_data_over_restarts(tmp_path: Path) -> None:

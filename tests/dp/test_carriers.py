@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -339,6 +340,20 @@ def test_a_place_that_is_taken_is_refused_on_every_rank(carrier: str, tmp_path: 
     assert isinstance(first, AddressInUseError)
     assert isinstance(second, FatalError)
     assert "is not the coordinator of a data-parallel group" in second.message
+
+
+@each_carrier
+def test_a_shortage_of_descriptors_delays_the_group_only(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    accept, failures = socket.socket.accept, [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED]
+
+    def fail_first(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise OSError(failures.pop(), "a failure")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_first)
+    with formed(carrier, tmp_path):
+        assert not failures
 
 
 def test_where_no_one_listens(tmp_path: Path):

@@ -16,11 +16,12 @@ from llguidance import LLMatcher
 from tests.executors.constrained import EOS, VOCAB_SIZE
 from tests.patience import PATIENCE_S, until
 
+from kvrelay.core.clock import ManualClock
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import InvalidInputError, KvrelayError, WorkerUnavailableError
 from kvrelay.executors import grammar_trial, grammars
-from kvrelay.executors.grammar_trial import GrammarTrials, TrialSettings
+from kvrelay.executors.grammar_trial import GrammarTrials, TooCostlyError, TrialSettings
 from kvrelay.executors.grammars import GrammarCompiler
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,6 +59,36 @@ def helper_pid() -> int:
 
 def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_a_refusal_for_lack_of_time_is_doubted_after_a_while_and_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The machine was busy, and is idle now."""
+    trials: list[str] = []
+
+    def too_costly(_: GrammarTrials, source: str) -> int:
+        trials.append(source)
+        raise TooCostlyError("it takes more than 1 s of CPU time")
+
+    clock = ManualClock()
+    file = bundled_checkpoint_path() / "tokenizer.json"
+    with closing(GrammarCompiler(file, VOCAB_SIZE, [EOS], clock)) as compiler:
+        with monkeypatch.context() as busy:
+            busy.setattr(GrammarTrials, "run", too_costly)
+            for _ in range(2 * 3600):
+                with pytest.raises(InvalidInputError, match="CPU time"):
+                    compiler.compile(ORDINARY)
+                clock.advance(1.0)
+            assert len(trials) == 7, "after 0, 1, 3, 7, 15, 31 and 63 minutes"
+        clock.advance(3600.0)
+        compiler.compile(ORDINARY)
+        with pytest.raises(InvalidInputError, match="lark"):
+            compiler.compile(Grammar(GrammarKind.LARK, "start: ("))
+        monkeypatch.setattr(GrammarTrials, "run", too_costly)
+        clock.advance(1e9)
+        with pytest.raises(InvalidInputError, match="lark"):
+            compiler.compile(Grammar(GrammarKind.LARK, "start: ("))
 
 
 @pytest.mark.parametrize("grammar", [COUNTING, CONTAINING], ids=["counting", "containing"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import itertools
+import os
 import resource
 import socket
 import weakref
@@ -308,25 +310,38 @@ async def test_too_many_connections_are_told_so() -> None:
         await clients.pop().close()
 
 
-async def test_a_client_without_a_descriptor_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accepting_module, "PAUSE_S", 0.001)
+class ShortListener(socket.socket):
+    """Has no descriptor for the first client."""
 
-    class ShortListener(socket.socket):
-        """Has no descriptors for a while."""
+    num_calls = 0
 
-        num_short = 2
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
 
-        def accept(self) -> tuple[socket.socket, Any]:
-            if self.num_short % 2 == 0 and self.num_short:
-                self.num_short -= 1
-                raise OSError(errno.EMFILE, "Too many open files")
-            self.num_short = max(0, self.num_short - 1)
-            return super().accept()
 
+def short_listener() -> ShortListener:
     listener = ShortListener()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     listener.setblocking(False)
+    return listener
+
+
+async def test_a_client_without_a_descriptor_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting_module, "PAUSE_S", 0.001)
+    opens, open_now = itertools.count(), os.open
+
+    def short_at_first(path: str, *flags: int) -> int:
+        """The pause is over, and there is still none for the reserve."""
+        if path == os.devnull and next(opens) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_now(path, *flags)
+
+    monkeypatch.setattr(os, "open", short_at_first)
+    listener = short_listener()
     accepted: list[socket.socket] = []
     acceptor = SocketAcceptor(listener, accepted.append, b"refused")
     acceptor.start()
@@ -339,6 +354,36 @@ async def test_a_client_without_a_descriptor_is_told_so(monkeypatch: pytest.Monk
     accepted[0].close()
     for one in (client, other):
         await one.close()
+
+
+async def test_while_it_is_short_it_does_not_ask_again_and_its_end_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener, accepted = short_listener(), list[socket.socket]()
+    acceptor = SocketAcceptor(listener, accepted.append, b"refused")
+    acceptor.start()
+    port = listener.getsockname()[1]
+    clients = [await RawClient.connect(port)]
+    assert await clients[0].reader.read() == b"refused"
+    clients.append(await RawClient.connect(port))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (listener.num_calls, accepted) == (2, []), "the shortage, and the client that was told"
+    acceptor.close()
+    reserved: list[object] = []
+    monkeypatch.setattr(os, "open", lambda *given: reserved.append(given))
+    await asyncio.sleep(1.5 * accepting_module.PAUSE_S)
+    assert reserved == []
+    for client in clients:
+        await client.close()
+
+
+async def test_the_reserved_descriptor_ends_with_the_acceptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    acceptor = SocketAcceptor(short_listener(), lambda _: None, b"")
+    acceptor.start()
+    acceptor.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.fixture

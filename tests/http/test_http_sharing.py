@@ -56,6 +56,35 @@ def test_other_listeners_on_the_port_are_refused(
         assert ("another cluster" in caught.value.message) == (bool(theirs) and bool(ours))
 
 
+def test_a_port_that_another_cluster_has_on_another_address_is_not_shared(opened: ExitStack) -> None:
+    """The kernel would spread the connections to that address over both clusters."""
+    port = opened.enter_context(open_listener("127.0.0.1", 0, "a")).getsockname()[1]
+    opened.enter_context(open_listener("127.0.0.2", port, "b"))
+    with pytest.raises(AddressInUseError, match="another cluster"):
+        open_listener("0.0.0.0", port, "a")
+
+
+@pytest.mark.parametrize("changes_hands", [False, True])
+def test_the_marks_are_waited_for_and_looked_at_again(
+    opened: ExitStack, monkeypatch: pytest.MonkeyPatch, changes_hands: bool
+) -> None:
+    """The first listener marks its port a moment after it listens; and the port may change hands meanwhile."""
+    port = opened.enter_context(open_listener("127.0.0.1", 0, "a")).getsockname()[1]
+    own = listening_module.__dict__["_marks"]("127.0.0.1", port)
+    found = [own, {"another"}] if changes_hands else [set(), own, own]
+    with monkeypatch.context() as patch:
+        looks = iter(found)
+        patch.setattr(listening_module, "_marks", lambda *_: next(looks))
+        if changes_hands:
+            with pytest.raises(AddressInUseError, match="another cluster"):
+                open_listener("127.0.0.1", port, "a")
+        else:
+            opened.enter_context(open_listener("127.0.0.1", port, "a"))
+        assert next(looks, None) is None
+    opened.pop_all().close()
+    open_listener("127.0.0.1", port, "b").close()  # nothing stays there
+
+
 def test_a_reserved_port_is_free_for_listeners_only(opened: ExitStack) -> None:
     """Else a connection or another server may get the port between its choice and the start of a frontend."""
     reserved = opened.enter_context(reserve_port("127.0.0.1", 0))

@@ -201,6 +201,23 @@ def test_it_learns_the_way_and_counts_what_was_done() -> None:
     assert str(decision).startswith(str(decision.place))
 
 
+def test_the_report_of_one_prefill_says_nothing_of_another() -> None:
+    """The first one's KV was damaged, so it never came back."""
+    (made, _), (plain, _) = placement(), placement()
+    made.prefill_took("a", 0.08)
+    for one in (made, plain):
+        one.came_back("b", 8000, 0, 0.1)
+    assert made.model.cost == plain.model.cost
+
+
+def test_the_tokens_before_a_prompt_are_computed_by_all_workers_at_best() -> None:
+    """Rates add up: one decode worker, and three prefill workers."""
+    made = CostPlacement(DisaggPolicy(DisaggConfig()), lambda: PrefillLoad(3, 0), lambda _: None, ManualClock())
+    rate = 1 / COST.prefill_token_s + 3 / made.model.cost.wait_token_s
+    before_s = made.soonest_s(8000, 10_000, COST) - made.soonest_s(8000, 0, COST)
+    assert before_s == pytest.approx(10_000 / rate)
+
+
 def test_objectives_of_a_request_replace_the_configured_ones_if_they_are_times() -> None:
     config = DisaggConfig(slo_ttft_ms=400.0, slo_itl_ms=20.0)
     assert objectives_of(config) == Objectives(0.4, 0.02)

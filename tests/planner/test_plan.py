@@ -340,6 +340,34 @@ def test_a_role_set_by_hand_while_the_planner_changes_it_is_held_too() -> None:
     assert fleet.state.pending is None
 
 
+def test_a_worker_that_dies_while_its_role_changes_holds_nothing_up() -> None:
+    fleet = ToyFleet(workers(3, 1), delay_s=60.0)
+    while fleet.state.pending is None:
+        fleet.tick(steady(3, 400, 360))
+    name = fleet.state.pending.worker_id
+    dead = fleet.fleet.pop(name)
+    fleet.tick(steady(3, 400, 360))
+    assert fleet.state.pending is None
+    assert fleet.state.num_reversals == 1, "if the change has killed it, the next one must be worth more"
+    fleet.fleet[name] = dead
+    fleet.tick(steady(3, 400, 360))
+    assert fleet.state.held == (), "it had only lost its lease; nobody has changed its role by hand"
+
+
+def test_a_worker_that_dies_while_another_starts_does_not_hide_it() -> None:
+    fleet = ToyFleet(workers(both=2), max_workers=4)
+    while fleet.state.pending is None:
+        fleet.tick(steady(8))
+    assert isinstance(fleet.actions[-1][1], Start)
+    del fleet.fleet["b1"]
+    fleet.tick(steady(8))
+    assert fleet.state.pending is not None
+    fleet.due.clear()
+    fleet.fleet["started"] = loaded(fleet.fleet["b0"], worker_id="started")
+    fleet.tick(steady(0))
+    assert fleet.state.pending is None
+
+
 def test_a_suggestion_that_is_not_carried_out_stays_the_same() -> None:
     demand, view, state = steady(3, 400, 360), ToyFleet(workers(3, 1)).view(), PlannerState()
     wanted = set()

@@ -191,6 +191,27 @@ def test_a_file_that_is_no_recording_is_refused_in_one_line(tmp_path: Path, cont
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("line", "field", "value", "message"),
+    [
+        (0, "num_blocks", 10**26, "num_blocks"),
+        (0, "num_blocks", 10**12, "num_blocks"),
+        (0, "block_size", 0, "block_size"),
+        (1, "at_s", 1e26, "line 3: its time is a month"),
+        (2, "at_s", -1e308, "line 3: its time is a month"),
+    ],
+)
+def test_numbers_that_no_engine_has_are_refused(
+    recording: Path, tmp_path: Path, line: int, field: str, value: float, message: str
+) -> None:
+    lines = recording.read_bytes().splitlines()
+    lines[line] = json.dumps(json.loads(lines[line]) | {field: value}).encode()
+    path = tmp_path / "damaged.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(InvalidInputError, match=message):
+        verify(path)
+
+
 def test_a_device_without_an_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="recording /dev/zero is empty"):
         verify(Path("/dev/zero"))

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrelay.bench.client.connection import ConnectionPool, Target
-from kvrelay.bench.client.driver import LoadDriver, RunLimits, warm_up
+from kvrelay.bench.client.driver import WARM_UP_LIMIT_S, LoadDriver, RunLimits, warm_up
 from kvrelay.bench.client.service import count_tokens, detokenize, first_model
 from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint
 from kvrelay.bench.errors import BadResponseError, BenchError
@@ -103,7 +103,8 @@ async def _warm(options: RunOptions, pool: ConnectionPool, body: BodyOptions) ->
         records = await warm_up(pool, body, load, options.warm_up, _WARM_CONCURRENCY)
         failed = [record for record in records if record.outcome is not Outcome.OK]
         if records and len(failed) == len(records):
-            raise BadResponseError(f"every warm-up request of {spec.name} failed: {failed[0].error}")
+            reason = failed[0].error or f"the server had not answered after {WARM_UP_LIMIT_S:g} s"
+            raise BadResponseError(f"every warm-up request of {spec.name} failed: {reason}")
 
 
 async def _as_text(load: LoadClass, options: RunOptions, pool: ConnectionPool, model: str) -> LoadClass:

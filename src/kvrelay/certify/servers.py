@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
-from kvrelay.bench.client.service import ask, first_model
+from kvrelay.bench.client.service import answered_within, ask, first_model
 from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint, StreamRecorder, encode_body, run_stream
 from kvrelay.bench.errors import BadResponseError
 from kvrelay.bench.load.request import LoadRequest
@@ -35,6 +35,7 @@ from kvrelay.launch.request_plane import connected
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 600.0
 POLL_S = 0.1
 HEAL_S = 120.0
 LOG_TAIL = 800
@@ -92,7 +93,7 @@ class Server:
         body |= {"temperature": 0, "logprobs": 2}
         extra = {} if self._is_plain else {"return_token_ids": True, "ignore_eos": True}
         try:
-            completion = await ask(self._pool, "/v1/completions", _Completion, {**body, **extra})
+            completion = await ask(self._pool, "/v1/completions", _Completion, {**body, **extra}, ANSWER_TIMEOUT_S)
         except BadResponseError as exc:
             if self._is_plain or "HTTP 4" not in exc.message:
                 raise
@@ -119,7 +120,8 @@ class Server:
         options = BodyOptions(self.model, plain=self._is_plain)
         recorder = StreamRecorder("certify", len(prompt))
         body = encode_body(LoadRequest(prompt, num_tokens, len(prompt)), options)
-        record = await run_stream(self._pool, StreamEndpoint.COMPLETIONS, body, recorder)
+        async with answered_within(ANSWER_TIMEOUT_S, self.url):
+            record = await run_stream(self._pool, StreamEndpoint.COMPLETIONS, body, recorder)
         if record.outcome is not Outcome.OK or record.ttft_s is None:
             raise BadResponseError(f"{self.url}: {record.error or 'an answer without a token'}")
         return record

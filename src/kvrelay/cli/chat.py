@@ -19,7 +19,9 @@ from kvrelay.errors import FatalError, InvalidInputError, WorkerUnavailableError
 from kvrelay.launch.frontend_calls import MAX_ERROR_CHARS, http_connection
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
-TIMEOUT_S = 600.0
+CONNECT_TIMEOUT_S, MODELS_TIMEOUT_S = 10.0, 30.0
+PIECE_TIMEOUT_S = 600.0
+"""Until the next piece of an answer: its prompt may be long, and the machine slow."""
 MAX_BYTES = 2**20
 """Of a line, and of what is no stream: another server may answer without an end."""
 
@@ -32,7 +34,7 @@ class ChatServer(msgspec.Struct, frozen=True):
 
     def model(self) -> str:
         """The first served model. Raises WorkerUnavailableError."""
-        with self._ask("GET", "/models", None) as answer:
+        with self._ask("GET", "/models", None, MODELS_TIMEOUT_S) as answer:
             models = json.loads(answer.read(MAX_BYTES)).get("data", [])
             if not models:
                 raise WorkerUnavailableError(f"{self.url} serves no model")
@@ -43,7 +45,8 @@ class ChatServer(msgspec.Struct, frozen=True):
 
         Raises InvalidInputError for a refused request, WorkerUnavailableError if the server or the stream fails.
         """
-        with self._ask("POST", "/chat/completions", json.dumps({**body, "stream": True})) as answer:
+        content = json.dumps({**body, "stream": True})
+        with self._ask("POST", "/chat/completions", content, PIECE_TIMEOUT_S) as answer:
             while line := answer.readline(MAX_BYTES):
                 data = line.removeprefix(b"data: ").strip()
                 if data == b"[DONE]":
@@ -60,15 +63,17 @@ class ChatServer(msgspec.Struct, frozen=True):
             raise WorkerUnavailableError(f"{self.url} ended the answer early")
 
     @contextmanager
-    def _ask(self, method: str, path: str, body: str | None) -> Iterator[http.client.HTTPResponse]:
-        """The answer, while its connection is open; where it breaks off or is a foreign one: WorkerUnavailableError.
-        Raises InvalidInputError for a refused request."""
+    def _ask(self, method: str, path: str, body: str | None, timeout_s: float) -> Iterator[http.client.HTTPResponse]:
+        """The answer, while its connection is open; if it breaks off, is a foreign one, or says nothing for
+        ``timeout_s``: WorkerUnavailableError. Raises InvalidInputError for a refused request."""
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        connection, base = http_connection(self.url, TIMEOUT_S)
+        connection, base = http_connection(self.url, CONNECT_TIMEOUT_S)
         with closing(connection):
             try:
+                connection.connect()
+                connection.sock.settimeout(timeout_s)
                 connection.request(method, f"{base.removesuffix('/v1')}/v1{path}", body, headers)
                 answer = connection.getresponse()
             except (OSError, ValueError, http.client.HTTPException) as exc:

@@ -90,10 +90,11 @@ class Discovery(Protocol):
     async def grant(self, ttl_s: float) -> Lease: ...
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        """Raises LeaseLostError if this process or an operator revoked the lease. After ``on_revoked`` the lease can be
-        used again."""
+        """The key leaves the lease that it had, unless the put fails. Raises LeaseLostError if this process or an
+        operator revoked the lease. After ``on_revoked`` the lease can be used again."""
 
-    async def delete(self, key: str) -> None: ...
+    async def delete(self, key: str) -> None:
+        """The key leaves its lease first: this process does not put it again, also if the deletion fails."""
 
     async def get(self, key: str) -> bytes | None: ...
 

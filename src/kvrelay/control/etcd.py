@@ -84,12 +84,12 @@ class EtcdDiscovery:
         return lease
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        self._forget(key, except_for=lease)
         if lease is None:
             await self.channel.call(self.channel.kv.Put, self.channel.rpc.PutRequest(key=key.encode(), value=value))
         else:
             assert isinstance(lease, EtcdLease), "a lease of another discovery"
             await lease.put(key, value)
+        self._forget(key, except_for=lease)
 
     async def delete(self, key: str) -> None:
         self._forget(key)

@@ -204,11 +204,11 @@ class MemoryDiscovery:
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
         self._plane.check_connected()
+        assert lease is None or isinstance(lease, MemoryLease)
+        if lease is not None and lease.is_given_back:
+            raise LeaseLostError(f"lease {lease.lease_id} was revoked")
         self._detach(key)
         if lease is not None:
-            assert isinstance(lease, MemoryLease)
-            if lease.is_given_back:
-                raise LeaseLostError(f"lease {lease.lease_id} was revoked")
             lease.hold(key, value)
         self._broker.entries[key] = (value, lease.lease_id if lease is not None else None)
         self._broker.notify()

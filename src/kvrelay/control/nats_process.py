@@ -158,7 +158,7 @@ class NatsServerProcess:
         try:
             self._dir.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
-            raise ConfigError(f"cannot use {self._dir} for NATS data: {exc.strerror}") from exc
+            raise _unusable(self._dir, exc) from exc
         return self._dir
 
     def _write_config(self, directory: Path) -> Path:
@@ -182,7 +182,7 @@ class NatsServerProcess:
             path.touch(mode=0o600)
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         except OSError as exc:
-            raise ConfigError(f"cannot write {path}: {exc.strerror}") from exc
+            raise _unusable(directory, exc) from exc
         return path
 
     def _check_port_is_free(self) -> None:
@@ -245,8 +245,16 @@ def _locked(directory: Path) -> IO[bytes]:
             f"another NATS server has its data in {directory}: end it, or give another directory"
         ) from exc
     except OSError as exc:
-        raise ConfigError(f"cannot use {directory} for NATS data: {exc.strerror}") from exc
+        raise _unusable(directory, exc) from exc
     return lock
+
+
+def _unusable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot use {directory} for NATS data ({error.strerror}): make it writable, or give another directory "
+        "(--nats-dir)",
+        param="nats_dir",
+    )
 
 
 def _spawn(command: list[str], stderr_path: Path, lock: int) -> subprocess.Popen[bytes]:

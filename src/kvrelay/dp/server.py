@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 
+from kvrelay.core.accepting import accept
 from kvrelay.dp import messages
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.dp.beats import BEAT_S, LOADING_SILENCE_S, SilenceDetector, silent
@@ -98,15 +99,20 @@ class GroupServer:
                 if fd == self._stop:
                     return
                 if fd == self._listener.fileno():
-                    accepted = Connection(self._listener.accept()[0], self._silence_s)
-                    self.connections[accepted.socket.fileno()] = accepted
-                    poller.register(accepted.socket, select.POLLIN)
-                    self._send(accepted.socket.fileno(), messages.CoordinatorHello())
+                    self._accept(poller)
                     # The descriptor may belong to a connection that was closed since the poll.
                     break
                 if fd in self.connections:
                     self._read(fd)
             self._bury(poller)
+
+    def _accept(self, poller: select.poll) -> None:
+        connection = accept(self._listener)
+        if connection is not None:
+            part = connection.fileno()
+            self.connections[part] = Connection(connection, self._silence_s)
+            poller.register(connection, select.POLLIN)
+            self._send(part, messages.CoordinatorHello())
 
     def _wait_s(self) -> float | None:
         """Seconds until something is due; None: nothing is."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, ParamSpec, TypeVar, cast
+from typing import IO, Annotated, Any, ParamSpec, TypeVar, cast
 
 import msgspec
 
@@ -30,6 +30,8 @@ from kvrelay.placement.cost import CostPlacement
 
 FLUSH_INTERVAL_S = 1.0
 VERSION = 1
+Count = Annotated[int, msgspec.Meta(ge=1, le=100_000_000)]
+"""An entry is kept for each block, and a file may be damaged."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,10 +43,10 @@ class Header(msgspec.Struct, frozen=True, tag="header", kw_only=True):
     worker_id: str
     model: str
     config: EngineConfig
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    vocab_size: int
+    num_blocks: Count
+    block_size: Count
+    max_model_len: Count
+    vocab_size: Count
     eos_token_ids: tuple[int, ...]
     seed: int
     tail_tokens: int = 0

@@ -47,6 +47,10 @@ _MAPS, _LISTS = ("$defs", "definitions", "patternProperties", "properties"), ("a
 """Keywords whose values are schemas by name, and lists of schemas."""
 
 
+class TooCostlyError(InvalidInputError):
+    """Compilation took more CPU time or memory than it may. CPU time depends on what else the machine does."""
+
+
 class TrialSettings(TypedDict):
     """``limits``: the arguments of LLParserLimits. A grammar may take ``cpu_s``, and (on Linux) ``memory_bytes`` beside
     what the helper has."""
@@ -71,8 +75,9 @@ class GrammarTrials:
     def run(self, source: str) -> int:
         """Compile llguidance's form of a grammar on trial; returns the bytes that it takes.
 
-        Raises InvalidInputError if it does not compile (``param``: the title of the schema at fault in a Lark grammar)
-        or exceeds a limit; WorkerUnavailableError if no trial could run or it was not over in DEADLINE_S.
+        Raises InvalidInputError if it does not compile (``param``: the title of the schema at fault in a Lark grammar),
+        TooCostlyError if it exceeds a limit; WorkerUnavailableError if no trial could run or it was not over in
+        DEADLINE_S.
         """
         try:
             return self._run(source)
@@ -93,7 +98,7 @@ class GrammarTrials:
                 return _verdict(answer[1:])
             if answer and helper.is_alive:
                 cpu_s, mib = self._settings["cpu_s"], self._settings["memory_bytes"] // 2**20
-                raise InvalidInputError(f"it takes more than {cpu_s:g} s of CPU time or {mib} MiB of memory to compile")
+                raise TooCostlyError(f"it takes more than {cpu_s:g} s of CPU time or {mib} MiB of memory to compile")
             helper.end()
         raise WorkerUnavailableError("grammars cannot be compiled now: the helper process ended")
 

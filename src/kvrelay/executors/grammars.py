@@ -14,6 +14,7 @@ knows no logits and no torch.
 from __future__ import annotations
 
 import hashlib
+import math
 import queue
 import threading
 import time
@@ -21,7 +22,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,12 +30,13 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import consume_token_par, fill_next_token_bitmask, fill_next_token_bitmask_par
 
+from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.latest import Latest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import NO_TOKEN
 from kvrelay.errors import CheckpointError, InvalidInputError, KvrelayError
-from kvrelay.executors.grammar_trial import GrammarTrials
+from kvrelay.executors.grammar_trial import GrammarTrials, TooCostlyError
 from kvrelay.executors.grammar_vocabulary import MARK, grammar_vocabulary, with_marker_ids
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ COMPILE_CPU_S, COMPILE_MEMORY_BYTES = 1.0, 256 * 2**20
 MAX_COMPILED, MAX_COMPILED_BYTES = 256, 256 * 2**20
 MAX_REFUSED = 1024
 """Grammars that do not compile and are known by their hashes."""
+COSTLY_S, MAX_COSTLY_S = 60.0, 3600.0
+"""A grammar that took too long to compile is tried again after so many seconds, since the machine may have been busy;
+after each further trial the pause doubles, so that one grammar takes ever less of the machine."""
 INITIAL_LEXER_FUEL, STEP_LEXER_FUEL, MAX_LEXER_STATES = 500_000, 20_000, 20_000
 """At most about 2 ms per mask for the lexer, by llguidance's own figures for an idle core."""
 
@@ -92,13 +97,23 @@ class _Compiled:
         self._holders = [*others, weakref.ref(grammar)]
 
 
+class _Refusal(NamedTuple):
+    """Why a grammar cannot be used, and until when that is believed; ``pause_s``: until its next trial."""
+
+    reason: str
+    until_s: float = math.inf
+    pause_s: float = 0.0
+
+
 class GrammarCompiler:
     """Compiled grammars over one vocabulary; thread-safe. ``vocab_size`` is the width of the logits.
 
     The first compilation builds the tokenizer's trie, which takes a second for a vocabulary of 100,000.
     """
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int], clock: Clock | None = None
+    ) -> None:
         self._file = tokenizer_file
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
@@ -123,7 +138,8 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._markers: dict[str, int] = {}
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
-        self._refused: Latest[bytes, str] = Latest(MAX_REFUSED)
+        self._refused: Latest[bytes, _Refusal] = Latest(MAX_REFUSED)
+        self._clock = clock or MonotonicClock()
 
     def __repr__(self) -> str:
         return f"GrammarCompiler({len(self._compiled)} compiled)"
@@ -144,17 +160,22 @@ class GrammarCompiler:
                 found.hold(grammar)
                 return found.matcher.deep_copy()
             key = hashlib.blake2b(f"{grammar.kind} {grammar.source}".encode(errors="surrogatepass")).digest()
-            if key in self._refused:
-                self._refused[key] = self._refused[key]  # the latest again
-                raise InvalidInputError(self._refused[key])
+            refusal = self._refused.get(key)
+            if refusal is not None and self._clock.now() < refusal.until_s:
+                self._refused[key] = refusal  # the latest again
+                raise InvalidInputError(refusal.reason)
             tokenizer = self._vocabulary()
         try:
             source = _source(grammar, self._markers)
             num_bytes = self._trials.run(source)
         except InvalidInputError as exc:
             reason = f"{exc.param or grammar.kind} cannot be used: {_one_line(exc.message)}"
+            known = _Refusal(reason)
+            if isinstance(exc, TooCostlyError):
+                pause_s = COSTLY_S if refusal is None else min(2.0 * refusal.pause_s, MAX_COSTLY_S)
+                known = _Refusal(reason, self._clock.now() + pause_s, pause_s)
             with self._lock:
-                self._refused[key] = reason
+                self._refused[key] = known
             raise InvalidInputError(reason) from exc
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
         matcher.compute_bitmask()

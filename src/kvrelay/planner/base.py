@@ -183,12 +183,13 @@ Plan = tuple[Action, ...]
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True):
     """The change that is under way. ``role``: what the view will show instead of ``was``; None: the worker leaves.
-    ``worker_id`` is empty for a start, which shows as more than ``num_workers`` ready ones. Given up at ``until_s``."""
+    ``worker_id`` is empty for a start, which shows as a ready one that is not among ``known``. Given up at
+    ``until_s``."""
 
     worker_id: str
     role: WorkerRole | None
     was: WorkerRole | None = None
-    num_workers: int
+    known: tuple[str, ...] = ()
     until_s: float
 
 

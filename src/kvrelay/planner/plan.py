@@ -156,25 +156,32 @@ def _seen_active(fleet: FleetView, demand: Demand, state: PlannerState) -> Plann
 
 
 def _settle(fleet: FleetView, state: PlannerState) -> PlannerState:
-    """The change under way is over if the fleet shows it, or if it has taken too long."""
+    """The change under way is over if the fleet shows it, if its worker has gone, or if it has taken too long."""
     pending = state.pending
     if pending is None:
         return state
+    has_gone = False
     found = {worker.worker_id: worker for worker in fleet.workers}
     if not pending.worker_id:
-        is_over = sum(worker.is_ready for worker in fleet.workers) > pending.num_workers
+        is_over = any(worker.is_ready and worker.worker_id not in pending.known for worker in fleet.workers)
     elif pending.role is None:
         is_over = pending.worker_id not in found
     else:
         worker = found.get(pending.worker_id)
         is_over = worker is not None and worker.is_ready and worker.role is pending.role
+        has_gone = worker is None
     if is_over:
         return msgspec.structs.replace(state, pending=None)
-    if fleet.now_s < pending.until_s:
+    if not has_gone and fleet.now_s < pending.until_s:
         return state
-    # It counts as reversed, so that the next attempt must be worth more.
-    reversals = min(state.num_reversals + 1, MAX_REVERSALS)
-    return msgspec.structs.replace(state, pending=None, num_reversals=reversals, changed_s=fleet.now_s)
+    # It counts as reversed, so that the next attempt must be worth more. The worker may come back in either role.
+    return msgspec.structs.replace(
+        state,
+        pending=None,
+        num_reversals=min(state.num_reversals + 1, MAX_REVERSALS),
+        changed_s=fleet.now_s,
+        roles={name: role for name, role in state.roles.items() if name != pending.worker_id},
+    )
 
 
 def _unwanted(state: PlannerState) -> PlannerState:
@@ -421,7 +428,6 @@ def _begun(fleet: FleetView, state: PlannerState, option: _Option) -> PlannerSta
         role = action.role
     if role is not None:
         roles[worker_id] = role
-    num_ready = sum(worker.is_ready for worker in fleet.workers)
     is_reversal = state.direction == _OPPOSITE[option.direction]
     return msgspec.structs.replace(
         state,
@@ -430,7 +436,7 @@ def _begun(fleet: FleetView, state: PlannerState, option: _Option) -> PlannerSta
             worker_id=worker_id,
             role=role,
             was=state.roles.get(worker_id),
-            num_workers=num_ready,
+            known=tuple(worker.worker_id for worker in fleet.workers),
             until_s=fleet.now_s + limit_s,
         ),
         wanted="",

@@ -125,9 +125,14 @@ class _PlaybackPlacement:
         """The recorded one has learnt from it."""
 
 
+MAX_SPAN_S = 30 * 86_400.0
+"""What a recording covers; a simulation passes through all of it."""
+
+
 def read_recording(path: Path) -> Iterator[Record]:
     """The records, the header first. A last line that was cut off is left out. Raises InvalidInputError."""
     decoder = msgspec.json.Decoder(Record)
+    first_s: float | None = None
     with opened(path) as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
@@ -140,6 +145,11 @@ def read_recording(path: Path) -> Iterator[Record]:
                 raise InvalidInputError(f"recording {path}, line {number}: the first line, and no other, is the header")
             if isinstance(record, Header) and record.version != VERSION:
                 raise InvalidInputError(f"recording {path}: version {record.version} is unknown; this release reads 1")
+            if not isinstance(record, Header):
+                times = (record.at_s,) if isinstance(record, Call) else (record.begin_s, record.end_s)
+                first_s = times[0] if first_s is None else first_s
+                if max(abs(time_s - first_s) for time_s in times) > MAX_SPAN_S:
+                    raise InvalidInputError(f"recording {path}, line {number}: its time is a month from the first one")
             yield record
 
 

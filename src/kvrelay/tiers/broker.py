@@ -30,6 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvrelay.config.byte_sizes import shown_bytes
+from kvrelay.core.accepting import accept
 from kvrelay.core.control_groups import available_bytes
 from kvrelay.core.unix_sockets import short_path
 from kvrelay.errors import ConfigError
@@ -93,13 +94,14 @@ class Broker:
         return max(min(ends) - time.monotonic(), 0.0) if ends else None
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            if _is_ours(connection):
-                connection.settimeout(START_S)
-                self._selector.register(connection, selectors.EVENT_READ)
-            else:
-                connection.close()
+        connection = accept(self._listener)
+        if connection is None:
+            return
+        if _is_ours(connection):
+            connection.settimeout(START_S)
+            self._selector.register(connection, selectors.EVENT_READ)
+        else:
+            connection.close()
 
     def _hear(self, connection: socket.socket) -> None:
         """A connection's one request, or its end."""

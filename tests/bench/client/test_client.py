@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvrelay.bench.client import driver, service
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits
 from kvrelay.bench.client.service import count_tokens, first_model, wait_until_healthy
@@ -182,20 +184,38 @@ def test_dead_server_ends_the_run() -> None:
         run_async(run_serve(RunOptions(target, (spec(),)), ProgressBar(None)))
 
     async def hammer() -> RunResult:
-        driver = LoadDriver(ConnectionPool(target), BodyOptions("m"), RunLimits(30, max_failures=4), ProgressBar(None))
-        return await driver.run((build_class(spec(num_requests=None, max_concurrency=2), 0),))
+        load = LoadDriver(ConnectionPool(target), BodyOptions("m"), RunLimits(30, max_failures=4), ProgressBar(None))
+        return await load.run((build_class(spec(num_requests=None, max_concurrency=2), 0),))
 
     result = run_async(hammer())
     assert result.note == "given up after 4 failures in a row"
     assert 4 <= len(result.records) <= 6
 
 
+def test_a_server_that_never_answers_ends_the_warm_up(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "WARM_UP_LIMIT_S", 0.2)
+    with scripted(first_s=3600) as server, pytest.raises(BenchError, match=r"every warm-up .* had not answered"):
+        serve(server, warm_up=3)
+
+
+def test_a_server_that_never_tells_its_model_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "ASK_TIMEOUT_S", 0.2)
+
+    async def ask(url: str) -> None:
+        async with ConnectionPool(parse_target(url)) as pool:
+            await first_model(pool)
+
+    late = pytest.raises(ServerDownError, match=r"/v1/models did not answer within 0\.2 s")
+    with socket.create_server(("127.0.0.1", 0)) as silent, late:
+        run_async(ask(f"http://127.0.0.1:{silent.getsockname()[1]}"))
+
+
 def test_interrupt_keeps_what_was_measured(scripted: Scripted) -> None:
     async def interrupted(server: Any) -> RunResult:
         pool = ConnectionPool(parse_target(server.url))
-        driver = LoadDriver(pool, BodyOptions("m"), RunLimits(), ProgressBar(None))
+        load = LoadDriver(pool, BodyOptions("m"), RunLimits(), ProgressBar(None))
         quick, stuck = spec(1, name="quick", num_requests=3), spec(8, name="stuck", num_requests=None)
-        task = asyncio.ensure_future(driver.run((build_class(quick, 0), build_class(stuck, 0))))
+        task = asyncio.ensure_future(load.run((build_class(quick, 0), build_class(stuck, 0))))
         while sum(len(served.written_ns) for served in server.served) < 5:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)

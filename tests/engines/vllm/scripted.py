@@ -118,6 +118,8 @@ class ScriptedVllm:
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
+        if self.refusal is not None:
+            raise self.refusal
         self.removed_adapters.append(lora_id)
         return True
 

@@ -172,6 +172,22 @@ async def test_adapters_come_and_go_at_run_time(tmp_path: Path) -> None:
     assert [number for _, number, _ in vllm.loaded_adapters] == [1, 2, 3, 4], "vLLM never sees a number twice"
 
 
+async def test_an_adapter_that_vllm_does_not_forget_keeps_its_place(tmp_path: Path) -> None:
+    """vLLM must not have more than it may: it would evict others, and read them again from changed files."""
+    chat, sql = (_entry(write_adapter(tmp_path / name, seed)) for seed, name in enumerate(("chat", "sql")))
+    adapters, vllm = _loaded(max_adapters=1)
+    await adapters.load(chat)
+    vllm.refusal = RuntimeError("busy")
+    with pytest.raises(WorkerUnavailableError, match=f"vLLM does not forget adapter {chat.id}: busy"):
+        await adapters.drop(chat.id)
+    vllm.refusal = None
+    with pytest.raises(InvalidInputError, match="unload one"):
+        await adapters.load(sql)
+    await adapters.drop(chat.id)
+    assert vllm.removed_adapters == [1]
+    await adapters.load(sql)
+
+
 async def test_an_adapter_that_a_worker_cannot_have_is_refused_with_its_reason(tmp_path: Path) -> None:
     chat = write_adapter(tmp_path / "chat", 1)
     entry = _entry(chat)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
+from tests.frontend.doubles import FakeCluster, FakeWorker, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import Answer, RawClient, events, request_bytes, send
 from tests.patience import PATIENCE_S, skip
 
@@ -21,6 +21,7 @@ from kvrelay.frontend.cluster import models
 from kvrelay.frontend.generate import sequence
 from kvrelay.frontend.loop_turns import START_COST, TURN_COST, LoopTurns
 from kvrelay.marks.trace import Trace
+from kvrelay.rpc import wire
 from kvrelay.rpc.loopback import LoopbackRpcClient
 
 T = TypeVar("T")
@@ -46,6 +47,40 @@ def streamed(answer: Answer) -> tuple[str, list[int]]:
     """Text and tokens of a stream."""
     choices = [event["choices"][0] for event in events(answer.body) if event.get("choices")]
     return "".join(choice["text"] for choice in choices), [token for choice in choices for token in choice["token_ids"]]
+
+
+LONG = [5] * 300
+
+
+async def test_a_request_too_large_for_one_message_is_told_so_and_runs_nowhere(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(model_dir, Script(TOKENS)) as cluster:
+        monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
+        answer = await ask(cluster, prompt=LONG)
+        assert (answer.status, "a GenerateRequest of" in answer.json["error"]["message"]) == (413, True)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_request_that_is_too_large_when_it_is_placed_again_is_told_so(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Found when its worker is lost, or when one has come for which it has waited."""
+    die = FakeWorker.die
+
+    async def die_and_shrink(worker: FakeWorker) -> None:
+        monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
+        await die(worker)
+
+    monkeypatch.setattr(FakeWorker, "die", die_and_shrink)
+    async with running(model_dir, Script(TOKENS, die_after=1), *[Script(TOKENS)] * (not waits)) as cluster:
+        asking = asyncio.create_task(ask(cluster, prompt=LONG, stream=False, stream_options=None))
+        if waits:
+            await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == 1)
+            await cluster.deregister("w0")
+            await cluster.add_worker("w9", Script(TOKENS))
+        answer = await asking
+        assert (answer.status, "a GenerateRequest of" in answer.json["error"]["message"]) == (413, True)
 
 
 @pytest.mark.parametrize("die_after", range(len(TOKENS)))

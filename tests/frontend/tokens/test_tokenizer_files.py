@@ -13,17 +13,16 @@ from kvrelay.errors import CheckpointError
 from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
 DEEP = "[" * 100_000
+UNKNOWN_TOKEN = (
+    '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "post_processor": {"type": '
+    '"TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", '
+    '"type_id": 0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], '
+    '"special_tokens": {}}}'
+)
 BROKEN = [
     ("tokenizer.json", "{"),
     ("tokenizer.json", "{}"),
     ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}'),
-    (
-        "tokenizer.json",
-        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "post_processor": {"type": '
-        '"TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", '
-        '"type_id": 0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], '
-        '"special_tokens": {}}}',
-    ),
     ("tokenizer.json", DEEP),
     ("tokenizer_config.json", "{"),
     ("tokenizer_config.json", "[]"),
@@ -40,6 +39,28 @@ BROKEN = [
     ("chat_template.jinja", "{% for a in b %}" * 30 + "{% endfor %}" * 30),
     ("generation_config.json", '{"temperature": "hot"}'),
 ]
+
+
+SECOND_TEXT = (
+    '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "post_processor": {"type": '
+    '"Sequence", "processors": [{"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], '
+    '"pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], '
+    '"special_tokens": {}}]}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [(UNKNOWN_TOKEN, "the token <s>, its special_tokens do not"), (SECOND_TEXT, "a second one")]
+)
+def test_the_library_is_not_asked_for_what_it_panics_at(
+    model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    """It would print pages."""
+    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    (path / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match=f"tokenizer.json: .*{reason}"):
+        load_tokenizer(path)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("name", "text"), BROKEN)

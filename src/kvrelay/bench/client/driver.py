@@ -26,6 +26,8 @@ from kvrelay.bench.report.metrics import INTERRUPTED, ClientLoad, Outcome, Reque
 _AHEAD = 256
 _BACKOFF_S = 0.1
 _LAG_PROBE_S = 0.02
+WARM_UP_LIMIT_S = 300.0
+"""A server may compile in its first steps."""
 
 
 class RunLimits(msgspec.Struct, frozen=True):
@@ -237,7 +239,7 @@ async def warm_up(
     pool: ConnectionPool, options: BodyOptions, load: LoadClass, count: int, concurrency: int
 ) -> tuple[RequestRecord, ...]:
     """Send ``count`` requests that are not measured, ``concurrency`` at a time. Their records show whether the server
-    works."""
-    driver = LoadDriver(pool, options, RunLimits(), ProgressBar(None))
+    works; what has not ended within WARM_UP_LIMIT_S is cut off."""
+    driver = LoadDriver(pool, options, RunLimits(WARM_UP_LIMIT_S, drain_s=0.0), ProgressBar(None))
     closed = LoadClass(load.name, load.requests, max_concurrency=min(count, concurrency), num_requests=count)
     return (await driver.run((closed,))).records if count else ()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from kvrelay.core.decoding import UNREADABLE, error_text
 _T = TypeVar("_T", bound=msgspec.Struct)
 _POLL_S = 0.1
 _TOKENIZE_AT_ONCE = 4
+ASK_TIMEOUT_S = 60.0
 
 
 class _Model(msgspec.Struct):
@@ -95,11 +97,25 @@ async def detokenize(pool: ConnectionPool, model: str, tokens: Sequence[int]) ->
     return (await ask(pool, "/detokenize", _Text, {"model": model, "tokens": list(tokens)})).prompt
 
 
-async def ask(pool: ConnectionPool, path: str, kind: type[_T], body: object = None) -> _T:
-    """GET, or POST of ``body``. Raises BadResponseError for a status other than 200 and an answer of another kind."""
+@asynccontextmanager
+async def answered_within(timeout_s: float, where: str) -> AsyncIterator[None]:
+    """Raises ServerDownError if the block takes longer: the server takes requests and answers none."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as exc:
+        raise ServerDownError(f"{where} did not answer within {timeout_s:g} s") from exc
+
+
+async def ask(
+    pool: ConnectionPool, path: str, kind: type[_T], body: object = None, timeout_s: float | None = None
+) -> _T:
+    """GET, or POST of ``body``. Raises BadResponseError for a status other than 200 and an answer of another kind,
+    ServerDownError for none within ``timeout_s``, which is ASK_TIMEOUT_S unless given."""
     content = b"" if body is None else msgspec.json.encode(body)
-    answer = await pool.send(pool.target.head("GET" if body is None else "POST", path, len(content)) + content)
     where = f"{pool.target.url}{path}"
+    async with answered_within(timeout_s or ASK_TIMEOUT_S, where):
+        answer = await pool.send(pool.target.head("GET" if body is None else "POST", path, len(content)) + content)
     if answer.status != 200:
         raise BadResponseError(f"{where}: HTTP {answer.status}: {error_text(answer.body)}")
     try:

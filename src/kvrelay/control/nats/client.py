@@ -92,7 +92,7 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
 
 
 class NatsClient(Client):  # type: ignore[misc]
-    """The library's client, with six faults fixed."""
+    """The library's client, with seven faults fixed."""
 
     _transport: Any
 
@@ -132,6 +132,15 @@ class NatsClient(Client):  # type: ignore[misc]
             self._pending.clear()
             self._pending_data_size = 0
         await super()._send_ping(future)
+
+    async def drain_subscription(self, subscription: Any) -> None:
+        """A drain that gets no answer ends the subscription, too; the library would keep it, and renew it after each
+        gap."""
+        try:
+            await subscription.drain()
+        finally:
+            subscription._stop_processing()
+            self._remove_sub(subscription._id)
 
     async def _ping_interval(self) -> None:
         """Ping a server that is silent; the library pings at every interval, also while data arrives. An idle process

@@ -70,8 +70,6 @@ class NatsSubscription(Protocol):
 
     async def unsubscribe(self) -> None: ...
 
-    async def drain(self) -> None: ...
-
 
 class NatsConnection:
     """A connection that reconnects. ``on_reconnected`` callbacks run on the event loop after each gap."""
@@ -196,7 +194,7 @@ class NatsConnection:
     async def drain(self, subscription: NatsSubscription) -> None:
         """Unsubscribe, and return once every message that the server sent before is handled."""
         with self._mapped("unsubscribe"):
-            await subscription.drain()
+            await self.client.drain_subscription(subscription)
 
     async def flush(self, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Return once the server has seen everything sent so far."""

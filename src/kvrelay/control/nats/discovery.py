@@ -75,18 +75,15 @@ class NatsDiscovery:
         return lease
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        for other in self._leases:
-            if other is not lease:
-                other.forget(key)
         if lease is None:
             await self._bucket.put(key, value, None)
         else:
             assert isinstance(lease, NatsLease)
             await lease.put(key, value)
+        self._forget(key, except_for=lease)
 
     async def delete(self, key: str) -> None:
-        for lease in self._leases:
-            lease.forget(key)
+        self._forget(key)
         await self._bucket.delete(key)
 
     async def get(self, key: str) -> bytes | None:
@@ -113,6 +110,12 @@ class NatsDiscovery:
                 yield await queue.get()
         finally:
             del self._watchers[queue]
+
+    def _forget(self, key: str, except_for: Lease | None = None) -> None:
+        """Detach the key from all leases, so that none puts it again."""
+        for lease in self._leases:
+            if lease is not except_for:
+                lease.forget(key)
 
     async def _read(self) -> dict[str, bytes]:
         self.mirror.start()

@@ -169,4 +169,4 @@ class AdapterStore(Protocol):
         """Raises InvalidInputError for an adapter that the backend cannot have. One that it has stays as it is."""
 
     async def drop(self, adapter: str) -> None:
-        """Forget an adapter, by its id, that no request uses."""
+        """Forget an adapter, by its id, that no request uses. Raises WorkerUnavailableError: it stays, and counts."""

@@ -32,7 +32,7 @@ from kvrelay.engines.hosted.costs import StepTeller
 from kvrelay.engines.hosted.engine import HostedEngine
 from kvrelay.engines.hosted.kv_events import KvEventReader
 from kvrelay.engines.hosted.staging import StagingMemory
-from kvrelay.errors import ConfigError, EngineDeadError
+from kvrelay.errors import ConfigError, EngineDeadError, WorkerUnavailableError
 
 _log = logging.getLogger(__name__)
 
@@ -285,6 +285,8 @@ class BackendHost:
             if self._mirror is not None:
                 self._mirror.adapters.discard(adapter)
             await self._adapters.drop(adapter)
+        except WorkerUnavailableError as exc:
+            _log.warning("%s; it keeps its place until it is loaded and unloaded again", exc)
         finally:
             self._retiring.pop(adapter, None)
 

@@ -169,8 +169,13 @@ class LoadedAdapters:
 
     async def drop(self, adapter: str) -> None:
         async with self._lock:
-            number, _ = self._loaded.pop(adapter)
-            await self._engine.remove_lora(number)
+            # First here: vLLM would read it again for a request that came meanwhile.
+            number, request = self._loaded.pop(adapter)
+            try:
+                await self._engine.remove_lora(number)
+            except Exception as exc:  # it raises what its processes raise
+                self._loaded[adapter] = number, request
+                raise WorkerUnavailableError(f"vLLM does not forget adapter {adapter}: {one_line(exc)}") from exc
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:

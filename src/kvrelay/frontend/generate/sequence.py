@@ -148,8 +148,8 @@ class Sequence:
     # -- where it runs ------------------------------------------------------------------------------------------------
 
     def start_or_wait(self) -> None:
-        """Place it; without any worker, wait for one that a planner starts, or that is connected again. Raises
-        WorkerUnavailableError, OverloadedError."""
+        """Place it; without any worker, wait for one that a planner starts, or that is connected again. Raises as
+        ``start``."""
         try:
             self.start()
         except WorkerUnavailableError as exc:
@@ -162,7 +162,8 @@ class Sequence:
                 self._wait(exc)
 
     def start(self) -> None:
-        """Place it on a worker. Raises WorkerUnavailableError, OverloadedError."""
+        """Place it on a worker. Raises WorkerUnavailableError, OverloadedError, and PayloadTooLargeError for a request
+        that no message can carry; after the latter it still has to be ended."""
         while True:
             placement = self._model.place(self._routing_request(), self._order, must_be_local=self._must_be_local)
             link, self._ways = placement.decode, placement.ways
@@ -282,6 +283,8 @@ class Sequence:
                 self._wait(error)
             else:
                 self._fail(error)
+        except KvrelayError as exc:
+            self._fail(exc)
 
     def _wait(self, error: KvrelayError) -> None:
         """For a worker; fail with ``error`` if none comes."""
@@ -310,6 +313,9 @@ class Sequence:
         except TimeoutError:
             self._waiting = None
             self._fail(error)
+        except KvrelayError as exc:
+            self._waiting = None
+            self._fail(exc)
         except Exception:  # noqa: BLE001 - its client would wait for ever
             _log.exception("%s could not be started again", self._attempt_id)
             self._waiting = None
@@ -488,7 +494,7 @@ class Sequence:
             if duration_s is not None:
                 self._ended_on = self._link
             self._link = None
-            self._leave_router()
+        self._leave_router()
         num_tokens, ttft_s = len(self.output_token_ids), self.ttft_s
         self._counts.ended(num_tokens, duration_s)
         if duration_s is not None and ttft_s is not None:

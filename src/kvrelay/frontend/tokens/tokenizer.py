@@ -185,7 +185,9 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         raise CheckpointError(f"{model_path} has no tokenizer.json")
     try:
         rust = RustTokenizer.from_file(str(file))
-        rust.encode("a")  # where a template that names an unknown token panics first
+        if rust.post_processor is not None:
+            _check_template(json.loads(rust.post_processor.__getstate__()))
+        rust.encode("a")
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as exc:  # the binding raises bare Exception, and for a panic a BaseException of its own
@@ -200,6 +202,18 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         files = "tokenizer_config.json, special_tokens_map.json or added_tokens.json"
         raise CheckpointError(f"{model_path}: special tokens in {files} are malformed: {exc}") from exc
     return Tokenizer(rust, _chat_template(model_path, special_tokens), _default_sampling(model_path))
+
+
+def _check_template(processor: Mapping[str, Any]) -> None:
+    """Raises ValueError for a template of one text that the library cannot fill: it panics, and prints pages."""
+    for inner in processor.get("processors", ()):
+        _check_template(inner)
+    for piece in processor["single"] if processor.get("type") == "TemplateProcessing" else ():
+        (kind, value), *_ = piece.items()
+        if kind == "SpecialToken" and value["id"] not in processor["special_tokens"]:
+            raise ValueError(f"the post_processor's template has the token {value['id']}, its special_tokens do not")
+        if kind == "Sequence" and value["id"] != "A":
+            raise ValueError("the post_processor's template of one text has a second one")
 
 
 def _default_sampling(model_path: Path) -> DefaultSampling:
