@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from contextlib import AsyncExitStack
 from itertools import permutations
@@ -9,6 +10,7 @@ from itertools import permutations
 import msgspec
 import pytest
 from tests.frontend.doubles import FakeWorker, Script
+from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
@@ -16,6 +18,7 @@ from kvrelay.core.activity import Activity, Spent
 from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, Histogram, quantile_s
 from kvrelay.core.workers import CallerInfo
+from kvrelay.frontend.cluster import frontends as module
 from kvrelay.frontend.cluster.figures import COARSE_S, HISTORY_S, MINUTE_S, NUM_COARSE, Figures
 from kvrelay.frontend.cluster.frontends import (
     FiguresReply,
@@ -208,6 +211,21 @@ async def test_frontends_whose_clocks_differ_are_added_up(ahead_s: int) -> None:
             # Only what is new is asked for, by the other's clock.
             last = other_first + num_s - 1
             assert other.missing(first + num_s) == FiguresRequest(last, last - last % COARSE_S)
+
+
+async def test_a_control_plane_that_does_not_answer_holds_no_look_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page waited 5 s for a NATS server that was paused, until its connection counted as lost."""
+
+    async def never(prefix: str) -> dict[str, bytes]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    plane, keys = MemoryBroker().plane(), Keys("default")
+    frontends = Frontends(plane, keys, "f", Figures(FrontendMetrics(), list))
+    monkeypatch.setattr(plane.discovery, "list", never)
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.01)
+    async with asyncio.timeout(PATIENCE_S), frontends.serving():
+        assert [known.frontend_id for known in await frontends.gather()] == ["f"]
 
 
 def test_what_another_frontend_says_replaces_what_it_said_of_the_same_seconds() -> None:

@@ -202,10 +202,11 @@ class Frontends(msgspec.Struct, eq=False):
         return [self._known[name] for name in (self.frontend_id, *others)]
 
     async def _others(self) -> list[KnownFrontend]:
-        """Those in discovery; without a control plane, those that were there before."""
+        """Those in discovery; without a control plane, or if it does not answer, those that were there before."""
         try:
-            listed = await other_frontends(self._control, self._keys, self.frontend_id)
-        except ControlUnavailableError as exc:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                listed = await other_frontends(self._control, self._keys, self.frontend_id)
+        except (ControlUnavailableError, TimeoutError) as exc:
             _log.debug("cannot list the frontends: %s", exc)
             return [known for name, known in self._known.items() if name != self.frontend_id]
         limit_s = time.monotonic() - GONE_AFTER_S
