@@ -69,10 +69,14 @@ RETRY_INTERVAL_S = 0.5
 class SequenceListener(Protocol):
     """The object that sends the answer. No call follows ``failed`` or a ``deliver`` with a finish.
 
-    ``tokens_at_once``: the tokens of a piece, where nobody waits for each of them.
+    ``tokens_at_once``: the tokens of a piece, where nobody waits for each of them. ``is_begun``: its client has got a
+    part of the answer, so no status can refuse the request any more.
     """
 
     tokens_at_once: int
+
+    @property
+    def is_begun(self) -> bool: ...
 
     def deliver(self, sequence: Sequence, piece: ChoicePiece) -> None: ...
 
@@ -241,7 +245,8 @@ class Sequence:
             return
         self._failed_workers.add(self.worker_id)
         is_leaving = refusal.kind is RefusalKind.DRAINING or refusal.kind is RefusalKind.GONE
-        may_wait = bool(self.output_token_ids) or (is_leaving and self._model.cold_start.wait_s > 0.0)
+        has_begun = bool(self.output_token_ids) or self._listener.is_begun
+        may_wait = has_begun or (is_leaving and self._model.cold_start.wait_s > 0.0)
         self._place_again(error, may_wait)
 
     def worker_lost(self, worker_id: str) -> None:
