@@ -120,7 +120,8 @@ class Sequence:
         self._text = AnswerText(spec, model.tokenizer, sampling.min_tokens, prompt.token_ids)
         self._listener, self._metrics = asked.listener, metrics
         self._counts = metrics.of(model.name)
-        self._counts.traffic.arrived(len(prompt.token_ids))
+        if not sampling.is_prefetch:
+            self._counts.traffic.arrived(len(prompt.token_ids))
         self._gaps: Histogram
         """Where the times between its tokens count: of the worker that computes it, once it has told a token."""
         self._gap_s, self._num_gaps = 0.0, 0
@@ -431,7 +432,7 @@ class Sequence:
             self._trace.first_token(now_s)
         self._is_prefilled = True
         self._model.pairs.first_token(self._placement_id)
-        if link is not None:
+        if link is not None and not self.sampling.is_prefetch:
             num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
             link.counts.prefilled(num_tokens, output.num_cached_tokens or 0)
         self._gaps, self._num_gaps = self._counts.of_worker(self.worker_id).itl, 0
@@ -445,6 +446,8 @@ class Sequence:
         if self._spec.explain:
             self.decision = output.decision if self._ways is None else self._ways.explained(output.decision)
         self.prompt_logprobs = output.prompt_logprobs
+        if self.sampling.is_prefetch:
+            return
         told_by = self.worker_id if link is None else link.info.worker_id
         self._counts.first_token(self.ttft_s, len(self.prompt_token_ids), self.num_cached_tokens, told_by)
 
@@ -494,6 +497,8 @@ class Sequence:
                 self._ended_on = self._link
             self._link = None
             self._leave_router()
+        if self.sampling.is_prefetch:  # no prompt was computed, and nobody waits for an answer
+            return
         num_tokens, ttft_s = len(self.output_token_ids), self.ttft_s
         self._counts.ended(num_tokens, duration_s)
         if duration_s is not None and ttft_s is not None:
