@@ -54,6 +54,25 @@ def test_a_session_is_seen_by_its_prefix_and_learned_from() -> None:
     assert pauses.named("r1", "bash") is None
 
 
+def test_sessions_that_are_over_or_gone_pause_no_longer() -> None:
+    """They were counted until 8,192 later pauses of their key: a worker that drained waited for them."""
+    clock = ManualClock()
+    pauses = Pauses(clock)
+    for mark in (1, 2, 3):
+        begin(pauses, f"r{mark}", "key", mark)
+    pauses.over("r1")
+    pauses.over("r1")
+    assert pauses.num_paused == 2
+    assert pauses.end([1], "key") is not None, "it is seen all the same"
+    assert pauses.num_paused == 2
+    clock.advance(1e6)
+    begin(pauses, "r4", "key", 4)
+    assert (pauses.counts.num_gone, pauses.num_paused) == (2, 1)
+    assert pauses.end([2], "key") is not None
+    assert pauses.end([4], "key") is not None
+    assert (pauses.counts.num_begun, pauses.counts.num_returned, pauses.num_paused) == (4, 3, 0)
+
+
 @pytest.mark.parametrize("within_s", [-1.0, 0.0, 1e-9, 1e300, math.inf, math.nan])
 def test_what_is_no_time_promises_nothing(within_s: float) -> None:
     """A frame of the fuzz test raised ValueError on the engine's thread."""

@@ -84,6 +84,8 @@ class Script:
     per_output: int = 1
     delay_s: float = 0.0
     refuse: RequestRefused | None = None
+    refuses: str = ""
+    """Only requests whose id ends so."""
     die_after: int | None = None
     fail_after: int | None = None
     hang: bool = False
@@ -157,7 +159,7 @@ class FakeWorker:
 
     async def _generate(self, peer: Peer, request: GenerateRequest) -> None:
         script = self.script
-        if script.refuse is not None:
+        if script.refuse is not None and request.request_id.endswith(script.refuses):
             self.server.send(peer, msgspec.structs.replace(script.refuse, request_id=request.request_id))
             return
         position, sent, is_first = len(request.output_token_ids), 0, True

@@ -12,6 +12,7 @@ from tests.frontend.raw_http import events, send
 from tests.lazily import openai
 
 from kvrelay.core.messages import SessionPaused
+from kvrelay.planner import Traffic
 
 TOKENIZER = byte_level_tokenizer()
 CALLS = (
@@ -109,6 +110,9 @@ async def test_a_prefetch_asks_the_worker_for_no_answer(model_dir: Path, is_stre
         scored = await send(port, "POST", "/v1/completions", {"prompt": "x", "echo": True, "kv_hints": hints})
         assert (scored.status, scored.error["param"]) == (400, "kv_hints")
         assert not worker.paused, "the worker knows what a prefetch waits for"
+        counts = cluster.frontend.metrics.of("tiny")
+        assert counts.traffic == Traffic(), "a planner must not make room for prompts that no one computes"
+        assert (counts.num_in_time, sum(counts.latencies.ttft.counts), sum(counts.duration.counts)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("per_output", [1, 4, 1000])

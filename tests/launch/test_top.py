@@ -101,7 +101,7 @@ def test_everything_is_there() -> None:
         "p50 10.0 ms p95 20.0 ms",
         "KV 50%",
         "prefills: 5 remote\n",
-        "hand-offs: 5, each 30.0 ms  2.0 ms until claimed  KV - after the prefill",
+        "hand-offs: 5, each 30.0 ms  those queued 2.0 ms until claimed  KV - after the prefill",
         "prompts: 4,000 tokens, 25% cached  64 read from host",
         "speculation: 62% of 1,000 drafted tokens accepted\n",
         "sessions: 9 paused at workers  4 returned in 1 min",

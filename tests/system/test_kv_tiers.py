@@ -114,7 +114,7 @@ def test_a_prompt_that_was_prefetched_waits_for_no_load(server: Serve) -> None:
     for number in PROMPTS:
         ask(server, number)
     until(server.is_idle)
-    num_loaded = 0
+    num_loaded, num_placed = 0, num_prefills(server)
     for number in PROMPTS:
         num_tokens = prefetch(server, number)
         told, _ = ask(server, number, **{"x-kvrelay-waterfall": "1"})
@@ -123,6 +123,12 @@ def test_a_prompt_that_was_prefetched_waits_for_no_load(server: Serve) -> None:
             assert num_cached(told) >= num_tokens
             assert "load" not in {span["phase"] for span in told["kvrelay_waterfall"]["spans"]}
     assert num_loaded
+    assert num_prefills(server) == num_placed + len(PROMPTS), "a prefetch computes no prompt"
+
+
+def num_prefills(server: Serve) -> int:
+    """Placed by the worker, anywhere."""
+    return sum(the_worker(server)["decode"]["places"].values())
 
 
 def test_prefixes_outlive_a_worker_that_is_killed(server: Serve) -> None:

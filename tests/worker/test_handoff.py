@@ -261,6 +261,22 @@ async def test_a_prefill_is_not_sent_away_when_the_last_prefill_worker_has_just_
         assert EndReason.NO_PREFILL_WORKER.value in caplog.text
 
 
+async def test_no_prefill_is_sent_away_while_the_only_prefill_worker_is_avoided():
+    """For 30 s after a pause of it each was queued, pulled, begun there and refused, and then computed here."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        for _ in range(2):
+            decode.ledger.conduct.failed(prefill.id, shared.clock.now(), decode.ledger.rules.avoid_s)
+        client.send("r", prompt(300))
+        assert await client.answer("r") == expected(prompt(300), 8)
+        places = decode.worker.stats().decode.places
+        assert places == {PrefillPlace.LOCAL_NO_PREFILL_WORKER: 1}
+        shared.clock.skip(decode.ledger.rules.avoid_s)
+        client.send("later", prompt(300, 1))
+        assert await client.answer("later") == expected(prompt(300, 1), 8)
+        assert places | {PrefillPlace.REMOTE: 1} == decode.worker.stats().decode.places
+
+
 async def test_a_second_prefill_worker_joins_by_starting():
     async with cluster() as shared:
         first, decode, client = await shared.pair()

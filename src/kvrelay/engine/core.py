@@ -453,7 +453,7 @@ class EngineCore:
             times=scheduler.times,
             holding=self._holding_stats(),
             tiers=None if self.storage is None else self.storage.stats(),
-            sessions=None if self.pauses is None else SessionStats(self.pauses.num_counted, self.pauses.counts),
+            sessions=None if self.pauses is None else SessionStats(self.pauses.num_paused, self.pauses.counts),
         )
 
     def _holding_stats(self) -> HoldingStats | None:

@@ -168,8 +168,8 @@ class Pauses:
     """The open pauses of one engine, and what it has learned of those that ended."""
 
     def __init__(self, clock: Clock) -> None:
-        self.counts, self.num_counted = PauseCounts(), 0
-        """Since the start, and of those that are open."""
+        self.counts, self.num_paused = PauseCounts(), 0
+        """Since the start, and of those that may return; halves are counted elsewhere."""
         self._clock = clock
         self._open: OrderedDict[str, Pause] = OrderedDict()
         """By the request that has ended, the oldest first."""
@@ -195,7 +195,7 @@ class Pauses:
     ) -> Pause:
         """An answer has ended."""
         pause = Pause(request_id, tenant, self._clock.now(), marks, session, self._fit(tenant, ""), is_half)
-        self.num_counted += not is_half
+        self.num_paused += not is_half
         self._drop(self._open.get(request_id))
         of_key = self._of_key.setdefault(tenant, OrderedDict())
         self._open[request_id] = self._expected[request_id] = of_key[request_id] = pause
@@ -226,7 +226,7 @@ class Pauses:
         """The session of this request will not continue. If it does, it is seen all the same."""
         pause = self._open.get(request_id)
         if pause is not None:
-            self._expected.pop(request_id, None)
+            self._expect_no_more(pause)
             pause.is_now(self._left)
 
     def end(self, sequence_hashes: Sequence[int], tenant: str, *, is_half: bool = False) -> Pause | None:
@@ -271,19 +271,22 @@ class Pauses:
         for pause in list(islice(self._expected.values(), NUM_GONE_CHECKS)):
             longest_s = math.exp(min(pause.fit.mean + GONE_SIGMAS * pause.fit.sigma, 20.0))
             if now_s - pause.began_s > max(longest_s, MIN_GONE_S):
-                del self._expected[pause.request_id]
+                self._expect_no_more(pause)
                 pause.fit.gone()
                 self.counts.num_gone += not pause.is_half
 
     def _drop(self, pause: Pause | None) -> None:
         if pause is None:
             return
-        self.num_counted -= not pause.is_half
+        self._expect_no_more(pause)
         of_key = self._of_key[pause.tenant]
         del self._open[pause.request_id], of_key[pause.request_id]
-        self._expected.pop(pause.request_id, None)
         if not of_key:
             del self._of_key[pause.tenant]
         for mark in pause.marks:
             if self._by_mark.get(mark) is pause:
                 del self._by_mark[mark]
+
+    def _expect_no_more(self, pause: Pause) -> None:
+        if self._expected.pop(pause.request_id, None) is not None:
+            self.num_paused -= not pause.is_half

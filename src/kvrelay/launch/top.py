@@ -160,7 +160,7 @@ def _prefills(total: Mapping[str, Any]) -> Iterator[str]:
     cost = total.get("handoffs")
     if cost and cost["arrived"]:
         yield f"hand-offs: {cost['arrived']}, each {_milliseconds(cost['whole_ms'])}"
-        yield f"{_milliseconds(cost['queue_ms'])} until claimed"
+        yield f"those queued {_milliseconds(cost['queue_ms'])} until claimed"
         yield f"KV {_milliseconds(cost['sending_ms'])} after the prefill\n"
     if num_prompt := total.get("prompt_tokens_last_minute"):
         yield f"prompts: {num_prompt:,} tokens, {_share(total['cached_tokens_last_minute'], num_prompt):.0%} cached"

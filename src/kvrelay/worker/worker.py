@@ -351,10 +351,11 @@ class Worker:
         self.decode.handoffs.handle(PushFailed(handoff_id))
 
     def _num_prefill_workers(self) -> int:
-        """The number of workers that may take over a prefill of this worker."""
+        """The number of workers that may take over a prefill of this worker: others refuse, or are refused."""
         is_alone = self.role is WorkerRole.PREFILL or not self._engine.facts.hands_over_kv
         # A widened worker is in the table, too.
-        return 0 if is_alone else max(self._peer_table.num_prefill_workers - self._roles.pulls_prefills, 0)
+        num_others = 0 if is_alone else self._peer_table.num_prefill_workers - self._roles.pulls_prefills
+        return max(num_others - self.decode.handoffs.num_avoided(self._peer_table.prefill_ids), 0)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 

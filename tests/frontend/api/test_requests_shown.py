@@ -12,10 +12,13 @@ import msgspec
 import pytest
 from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import Answer, RawClient, request_bytes, send
+from tests.patience import PATIENCE_S
 
 from kvrelay.config import MetricsConfig
+from kvrelay.control.memory import MemoryDiscovery
 from kvrelay.core.messages import RequestRefused
 from kvrelay.core.workers import CallerInfo
+from kvrelay.frontend.api import requests_shown as module
 from kvrelay.frontend.api.requests_shown import as_bearer
 from kvrelay.http.api_keys import new_api_key
 from kvrelay.marks.trace import Trace
@@ -153,6 +156,20 @@ async def test_without_a_control_plane_a_frontend_lists_its_own(model_dir: Path)
         request_id = (await send(port, "POST", "/v1/completions", BODY)).headers["x-request-id"]
         cluster.broker.go_offline()
         assert [line["id"] for line in await listed(port)] == [request_id]
+
+
+async def test_a_control_plane_that_does_not_answer_holds_no_list_back(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(discovery: MemoryDiscovery, prefix: str) -> dict[str, bytes]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with running(model_dir, Script((10,))) as cluster:
+        monkeypatch.setattr(MemoryDiscovery, "list", never)
+        monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await listed(cluster.frontend.port) == []
 
 
 async def test_a_request_that_moves_shows_both_workers(model_dir: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from contextlib import AsyncExitStack
+from itertools import permutations
 
 import msgspec
 import pytest
 from tests.frontend.doubles import FakeWorker, Script
+from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.activity import Activity, Spent
 from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, Histogram, quantile_s
+from kvrelay.core.workers import CallerInfo
+from kvrelay.frontend.cluster import frontends as module
 from kvrelay.frontend.cluster.figures import COARSE_S, HISTORY_S, MINUTE_S, NUM_COARSE, Figures
 from kvrelay.frontend.cluster.frontends import (
     FiguresReply,
@@ -180,17 +186,59 @@ async def test_a_planner_gets_the_last_minute_whatever_its_own_clock_says() -> N
     await plane.close()
 
 
+@pytest.mark.parametrize("ahead_s", [-3600, -20, 0, 20, 7207])
+async def test_frontends_whose_clocks_differ_are_added_up(ahead_s: int) -> None:
+    """Each numbers its seconds by its own clock; both have counted for 200 s."""
+    broker, keys, num_s = MemoryBroker(), Keys("default"), 200
+    begun, frontends = {"a": 9000, "b": 9000 + ahead_s}, []
+    async with AsyncExitStack() as stack:
+        for name, first in begun.items():
+            plane, metrics = broker.plane(), FrontendMetrics()
+            figures = Figures(metrics, list)
+            frontends.append(Frontends(plane, keys, name, figures, lambda first=first: first + num_s + 0.5))
+            await stack.enter_async_context(frontends[-1].serving())
+            entry = msgspec.json.encode(CallerInfo(name, "k" * 40))
+            await plane.discovery.put(keys.frontend(name), entry, await plane.discovery.grant(60.0))
+            for second in range(first, first + num_s):
+                metrics.answered("/v1/completions", "200", "m")
+                figures.take(second)
+        for asking, (first, other_first) in zip(frontends, permutations(begun.values()), strict=True):
+            own, other = await asking.gather()
+            rows = added_up([own.rows, other.rows], first, first + num_s)
+            assert [(row.unix_s, row.num_answered) for row in rows] == [(first + second, 2) for second in range(num_s)]
+            assert {row.unix_s % COARSE_S for row in other.hour} == {0}
+            assert sum(row.num_answered for row in other.hour) == num_s
+            # Only what is new is asked for, by the other's clock.
+            last = other_first + num_s - 1
+            assert other.missing(first + num_s) == FiguresRequest(last, last - last % COARSE_S)
+
+
+async def test_a_control_plane_that_does_not_answer_holds_no_look_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page waited 5 s for a NATS server that was paused, until its connection counted as lost."""
+
+    async def never(prefix: str) -> dict[str, bytes]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    plane, keys = MemoryBroker().plane(), Keys("default")
+    frontends = Frontends(plane, keys, "f", Figures(FrontendMetrics(), list))
+    monkeypatch.setattr(plane.discovery, "list", never)
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.01)
+    async with asyncio.timeout(PATIENCE_S), frontends.serving():
+        assert [known.frontend_id for known in await frontends.gather()] == ["f"]
+
+
 def test_what_another_frontend_says_replaces_what_it_said_of_the_same_seconds() -> None:
     known = KnownFrontend("f")
-    known.heard(FiguresReply("f", 2, (Second(10, 1), Second(11, 1))), 5.0)
-    known.heard(FiguresReply("f", 3, (Second(12, 4), Second(11, 2))), 6.0)
+    known.heard(FiguresReply("f", 2, (Second(10, 1), Second(11, 1))), 5.0, 12.5)
+    known.heard(FiguresReply("f", 3, (Second(12, 4), Second(11, 2))), 6.0, 13.5)
     assert [(row.unix_s, row.num_requests) for row in known.rows] == [(10, 1), (11, 2), (12, 4)]
     assert (known.num_in_flight, known.missing(20.0)) == (3, FiguresRequest(12, 0))
     assert known.missing(11.5) == FiguresRequest(11, 0)
     # The last coarse row grows: it is asked for again.
-    known.heard(FiguresReply("f", 3, (), hour=(Second(0, 5), Second(15, 2))), 7.0)
+    known.heard(FiguresReply("f", 3, (), hour=(Second(0, 5), Second(15, 2))), 7.0, 20.0)
     assert known.missing(20.0).hour_from == 15
-    known.heard(FiguresReply("f", 3, (), hour=(Second(15, 6),)), 8.0)
+    known.heard(FiguresReply("f", 3, (), hour=(Second(15, 6),)), 8.0, 21.0)
     assert [(row.unix_s, row.num_requests) for row in known.hour] == [(0, 5), (15, 6)]
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(FiguresReply("f", -1, ())), type=FiguresReply)

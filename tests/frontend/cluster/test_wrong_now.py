@@ -105,6 +105,22 @@ def test_a_fault_of_the_whole_has_its_line(whole: dict[str, object], kind: str, 
     assert text in wrong.text
 
 
+def test_without_the_control_plane_nothing_is_said_of_what_samples_would_tell() -> None:
+    """Samples come by it: with a paused NATS server every busy worker was said to hang."""
+    old = {"age_s": 20.0, "step_age_s": 20.0, "waiting_for_s": 20.0, "num_blocks_in_use": 100, "num_blocks": 100}
+    busy = [msgspec.structs.replace(one, state=WorkerCondition.SILENT, **old) for one in HEALTHY]
+    assert {wrong.kind for wrong in found(*busy)} == {"silent-worker", "stuck-step", "kv-full", "waiting-requests"}
+    (wrong,) = found(*busy, has_control=False)
+    assert wrong.kind == "no-control-plane"
+
+
+@pytest.mark.parametrize(("age_s", "is_heard"), [(1.0, True), (11.0, False)])
+def test_a_step_that_no_sample_tells_of_may_be_the_connection(age_s: float, *, is_heard: bool) -> None:
+    (wrong,) = found(HEALTHY[0], msgspec.structs.replace(HEALTHY[1], age_s=age_s, step_age_s=11.0))
+    assert wrong.kind == "stuck-step"
+    assert ("lost the control plane" not in wrong.text) == is_heard
+
+
 REFUSED = {"requests_last_minute": 732, "refused_last_minute": 612, "refused_per_s": 25.9}
 LATE = {"judged_last_minute": 60, "in_time_last_minute": 12, "late_first_token_last_minute": 48}
 

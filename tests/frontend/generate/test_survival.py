@@ -374,6 +374,29 @@ async def test_an_answer_that_has_begun_asks_a_full_worker_again(model_dir: Path
         assert streamed(await asking) == (ANSWER, list(TOKENS))
 
 
+@pytest.mark.parametrize("n", [2, 3])
+async def test_a_choice_that_is_refused_after_another_has_begun_asks_again(model_dir: Path, n: int) -> None:
+    """Under load a third of the streams with n=2 broke off: their first choice had been streamed already."""
+    full = RequestRefused("", "full", 429, True)
+    async with running(model_dir, Script(TOKENS, refuse=full, refuses="-1")) as cluster:
+        asking = asyncio.create_task(ask(cluster, n=n))
+        worker = cluster.workers["w0"]
+        await cluster.until(lambda: len(worker.requests) == n + 1)
+        worker.script.refuse = None
+        answer = await asking
+        pieces = [choice for event in events(answer.body) for choice in event.get("choices", ())]
+        assert {choice["index"] for choice in pieces} == set(range(n))
+        for index in range(n):
+            assert "".join(choice["text"] for choice in pieces if choice["index"] == index) == ANSWER
+
+
+async def test_choices_of_which_one_is_refused_before_any_has_begun_are_refused(model_dir: Path) -> None:
+    full = RequestRefused("", "full", 429, True)
+    async with running(model_dir, Script(TOKENS, refuse=full, refuses="-0")) as cluster:
+        assert (await ask(cluster, n=2)).status == 429
+        assert (await ask(cluster, n=2, stream=False, stream_options=None)).status == 429
+
+
 async def test_an_answer_that_every_worker_refuses_ends_in_time(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,10 +154,11 @@ class ShownRequests:
     # -- other frontends ----------------------------------------------------------------------------------------------
 
     async def _others(self) -> list[str]:
-        """None without a control plane."""
+        """None without a control plane, or if it does not answer."""
         try:
-            return list(await other_frontends(self._control, self._names, self.name))
-        except ControlUnavailableError:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                return list(await other_frontends(self._control, self._names, self.name))
+        except (ControlUnavailableError, TimeoutError):
             return []
 
     async def _answer(self, data: bytes) -> bytes:

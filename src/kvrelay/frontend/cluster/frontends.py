@@ -28,7 +28,15 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import CallerInfo
 from kvrelay.errors import ControlUnavailableError, ProtocolError, RetryElsewhereError
-from kvrelay.frontend.cluster.figures import HISTORY_S, MAX_WORKERS, NUM_COARSE, Figures, HeardLoad, WorkerTimes
+from kvrelay.frontend.cluster.figures import (
+    COARSE_S,
+    HISTORY_S,
+    MAX_WORKERS,
+    NUM_COARSE,
+    Figures,
+    HeardLoad,
+    WorkerTimes,
+)
 from kvrelay.frontend.cluster.seconds import Count, Second
 from kvrelay.planner import Traffic
 from kvrelay.version import __version__
@@ -42,6 +50,8 @@ TICK_S = 1.01
 """A second is counted when it has surely ended: timers may be a millisecond early."""
 GONE_AFTER_S = 30.0
 """A frontend that has left discovery keeps its part of the history, and is no longer shown after this."""
+SAME_CLOCK_S = 2.0
+"""A difference of two clocks up to here may be the time that an answer took."""
 
 
 class FiguresRequest(msgspec.Struct, frozen=True):
@@ -57,7 +67,8 @@ class FiguresRequest(msgspec.Struct, frozen=True):
 class FiguresReply(msgspec.Struct, frozen=True):
     """``host``, ``pid``, ``release``: the process. ``num_in_flight``: sequences that are being generated. ``traffic``
     and ``num_unplaced`` (requests that wait for a first worker): for planners; None: the frontend is of an earlier
-    release. ``times``: by worker, of the last minute. ``loads``: by worker, for planners."""
+    release. ``times``: by worker, of the last minute. ``loads``: by worker, for planners. ``now_unix_s``: by the clock
+    that numbers the rows; None: as ``traffic``."""
 
     frontend_id: str
     num_in_flight: Count
@@ -70,6 +81,7 @@ class FiguresReply(msgspec.Struct, frozen=True):
     hour: Annotated[tuple[Second, ...], msgspec.Meta(max_length=NUM_COARSE)] = ()
     times: Annotated[tuple[WorkerTimes, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
     loads: Annotated[tuple[HeardLoad, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
+    now_unix_s: float | None = None
 
 
 _request_decoder = msgspec.msgpack.Decoder(FiguresRequest)
@@ -106,7 +118,8 @@ async def other_frontends(control: ControlPlane, keys: Keys, own_id: str) -> dic
 
 
 class KnownFrontend(msgspec.Struct):
-    """A frontend as it was heard last. ``heard_s``: monotonic; None: it has never answered."""
+    """A frontend as it was heard last. ``heard_s``: monotonic; None: it has never answered. ``rows`` and ``hour`` are
+    numbered by our clock; its own is ``ahead_s`` ahead."""
 
     frontend_id: str
     host: str = ""
@@ -119,30 +132,42 @@ class KnownFrontend(msgspec.Struct):
     heard_s: float | None = None
     is_silent: bool = False
     """It is in discovery, and did not answer the last question."""
+    ahead_s: int = 0
 
-    def heard(self, reply: FiguresReply, now_s: float) -> None:
+    def heard(self, reply: FiguresReply, now_s: float, now_unix_s: float) -> None:
         """Take in an answer."""
         self.host, self.pid, self.release = reply.host, reply.pid, reply.release
         self.num_in_flight, self.heard_s, self.is_silent = reply.num_in_flight, now_s, False
         self.times = reply.times
-        _replace(self.rows, reply.rows)
-        _replace(self.hour, reply.hour)
+        ahead_s = 0.0 if reply.now_unix_s is None else reply.now_unix_s - now_unix_s
+        if abs(ahead_s - self.ahead_s) > SAME_CLOCK_S:
+            self.ahead_s = round(ahead_s)
+        _replace(self.rows, reply.rows, self.ahead_s)
+        _replace(self.hour, reply.hour, self._hour_ahead_s)
+
+    @property
+    def _hour_ahead_s(self) -> int:
+        """In whole rows, so that those of all frontends begin at the same seconds."""
+        return round(self.ahead_s / COARSE_S) * COARSE_S
 
     def missing(self, now_unix_s: float) -> FiguresRequest:
         """The question for what is not known yet. Rows of the future are dropped: a clock went back."""
         for rows in (self.rows, self.hour):
             while rows and rows[-1].unix_s > now_unix_s:
                 rows.pop()
-        since, hour_from = [rows[-1].unix_s if rows else 0 for rows in (self.rows, self.hour)]
-        return FiguresRequest(since, hour_from)
+        return FiguresRequest(
+            self.rows[-1].unix_s + self.ahead_s if self.rows else 0,
+            self.hour[-1].unix_s + self._hour_ahead_s if self.hour else 0,
+        )
 
 
-def _replace(rows: deque[Second], heard: Sequence[Second]) -> None:
+def _replace(rows: deque[Second], heard: Sequence[Second], ahead_s: int) -> None:
     """What was just heard replaces what is known of the same time and later."""
-    first = min((row.unix_s for row in heard), default=0)
+    first = min((row.unix_s for row in heard), default=0) - ahead_s
     while heard and rows and rows[-1].unix_s >= first:
         rows.pop()
-    rows.extend(sorted(heard, key=lambda row: row.unix_s))
+    for row in sorted(heard, key=lambda row: row.unix_s):
+        rows.append(msgspec.structs.replace(row, unix_s=row.unix_s - ahead_s) if ahead_s else row)
 
 
 class Frontends(msgspec.Struct, eq=False):
@@ -171,16 +196,17 @@ class Frontends(msgspec.Struct, eq=False):
         """Every frontend, this one first. Others that do not answer in time are marked, with what they said last. One
         call at a time."""
         await asyncio.gather(*map(self._ask, await self._others()))
-        own = self._known.setdefault(self.frontend_id, KnownFrontend(self.frontend_id))
-        own.heard(self._reply(own.missing(self._now_unix_s())), time.monotonic())
+        own, now_unix_s = self._known.setdefault(self.frontend_id, KnownFrontend(self.frontend_id)), self._now_unix_s()
+        own.heard(self._reply(own.missing(now_unix_s)), time.monotonic(), now_unix_s)
         others = sorted(set(self._known) - {self.frontend_id})
         return [self._known[name] for name in (self.frontend_id, *others)]
 
     async def _others(self) -> list[KnownFrontend]:
-        """Those in discovery; without a control plane, those that were there before."""
+        """Those in discovery; without a control plane, or if it does not answer, those that were there before."""
         try:
-            listed = await other_frontends(self._control, self._keys, self.frontend_id)
-        except ControlUnavailableError as exc:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                listed = await other_frontends(self._control, self._keys, self.frontend_id)
+        except (ControlUnavailableError, TimeoutError) as exc:
             _log.debug("cannot list the frontends: %s", exc)
             return [known for name, known in self._known.items() if name != self.frontend_id]
         limit_s = time.monotonic() - GONE_AFTER_S
@@ -205,7 +231,7 @@ class Frontends(msgspec.Struct, eq=False):
             _log.debug("frontend %s tells no figures: %s", known.frontend_id, exc)
             known.is_silent = True
             return
-        known.heard(reply, time.monotonic())
+        known.heard(reply, time.monotonic(), self._now_unix_s())
 
     async def _answer(self, data: bytes) -> bytes:
         try:
@@ -228,6 +254,7 @@ class Frontends(msgspec.Struct, eq=False):
             figures.hour_since(request.hour_from),
             figures.last_minute.times() if request.hour_from < FAR_FUTURE_S else (),
             figures.loads(time.monotonic()) if request.with_loads else (),
+            self._now_unix_s(),
         )
 
     async def _count(self) -> None:

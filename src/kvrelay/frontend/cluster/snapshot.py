@@ -183,8 +183,8 @@ class PlaceView(msgspec.Struct, frozen=True):
 
 
 class HandoffCost(msgspec.Struct, frozen=True):
-    """Of the last minute's hand-offs, means in milliseconds: until the grant, until the KV is here, and how long KV was
-    still under way after its prefill had ended."""
+    """Of the last minute's hand-offs, means in milliseconds: until the grant (of those that were queued; pairs wait for
+    none), until the KV is here, and how long KV was still under way after its prefill had ended."""
 
     arrived: int
     queue_ms: float | None

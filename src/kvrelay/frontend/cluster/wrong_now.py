@@ -31,6 +31,10 @@ CRASH_LOOP = 3
 """Crashes of equal workers on one host, within ``view.CRASHES_S``."""
 MAX_NAMES = 4
 NO_WORKER = "no-worker"
+BY_SAMPLES = {"silent-worker", "stuck-step", "kv-full", "waiting-requests"}
+"""What workers' load samples tell; they come by the control plane."""
+HEARD_S = 5.0
+"""A worker at a step sends a sample each second: an older one tells nothing of the engine."""
 
 
 class Severity(StrEnum):
@@ -67,8 +71,8 @@ def wrong_now(
         *_of_workers(workers),
         *_of_crashes(crashed, workers),
     ]
-    if is_started_on_demand:
-        found = [wrong for wrong in found if wrong.kind != NO_WORKER]
+    unknown = ({NO_WORKER} if is_started_on_demand else set()) | (set() if has_control else BY_SAMPLES)
+    found = [wrong for wrong in found if wrong.kind not in unknown]
     return sorted(found, key=lambda wrong: wrong.severity is not Severity.ERROR)
 
 
@@ -77,7 +81,8 @@ def _of_cluster(
 ) -> Iterator[Wrong]:
     if not has_control:
         yield _error(
-            "no-control-plane", "this frontend has lost the control plane: it serves with the workers it knows"
+            "no-control-plane",
+            "this frontend has lost the control plane: it serves with the workers it knows, and hears no load of them",
         )
     if not workers:
         yield _error(NO_WORKER, "no worker is in discovery: every request gets 503")
@@ -209,7 +214,10 @@ _OF_WORKERS: tuple[tuple[str, Severity, _Meant, _Reason], ...] = (
         "stuck-step",
         Severity.ERROR,
         lambda worker: worker.step_age_s >= STUCK_AFTER_S,
-        lambda some: f"at one step for {max(worker.step_age_s for worker in some):.0f} s: the engine may hang",
+        lambda some: (
+            f"at one step for {max(worker.step_age_s for worker in some):.0f} s: the engine may hang"
+            + (", or the worker has lost the control plane" if all(map(_is_unheard, some)) else "")
+        ),
     ),
     (
         "refused-adapter",
@@ -246,6 +254,10 @@ def _refused_adapter(workers: Sequence[WorkerView]) -> str:
     adapter, reason = refused[0]
     more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
     return f"adapter {adapter_name(adapter)}{more}: {reason}"
+
+
+def _is_unheard(worker: WorkerView) -> bool:
+    return (worker.age_s or 0.0) >= HEARD_S
 
 
 def _kv_share(worker: WorkerView) -> float:

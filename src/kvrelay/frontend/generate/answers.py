@@ -75,9 +75,15 @@ class Answer:
         if not self.done.done():
             self.done.set_exception(ClientGoneError("the client went away"))
 
+    @property
+    def is_begun(self) -> bool:
+        """As ``SequenceListener`` says."""
+        return False
+
     def failed(self, sequence: Sequence, error: KvrelayError) -> None:
         if not self.done.done():
             self.done.set_exception(error)
+            self.cancel()  # no other choice begins an answer that has failed
 
     def usage(self) -> Usage:
         """Usage of the whole request; a prompt counts once, however many choices it has."""
@@ -145,6 +151,10 @@ class StreamedAnswer(Answer):
         self._opened: set[int] = set()
         self._with_usage = spec.continuous_usage
         self._every_token = spec.return_token_ids or spec.continuous_usage
+
+    @property
+    def is_begun(self) -> bool:
+        return self._exchange.is_started
 
     def deliver(self, sequence: Sequence, piece: ChoicePiece) -> None:
         index = sequence.index

@@ -69,10 +69,14 @@ RETRY_INTERVAL_S = 0.5
 class SequenceListener(Protocol):
     """The object that sends the answer. No call follows ``failed`` or a ``deliver`` with a finish.
 
-    ``tokens_at_once``: the tokens of a piece, where nobody waits for each of them.
+    ``tokens_at_once``: the tokens of a piece, where nobody waits for each of them. ``is_begun``: its client has got a
+    part of the answer, so no status can refuse the request any more.
     """
 
     tokens_at_once: int
+
+    @property
+    def is_begun(self) -> bool: ...
 
     def deliver(self, sequence: Sequence, piece: ChoicePiece) -> None: ...
 
@@ -116,7 +120,8 @@ class Sequence:
         self._text = AnswerText(spec, model.tokenizer, sampling.min_tokens, prompt.token_ids)
         self._listener, self._metrics = asked.listener, metrics
         self._counts = metrics.of(model.name)
-        self._counts.traffic.arrived(len(prompt.token_ids))
+        if not sampling.is_prefetch:
+            self._counts.traffic.arrived(len(prompt.token_ids))
         self._gaps: Histogram
         """Where the times between its tokens count: of the worker that computes it, once it has told a token."""
         self._gap_s, self._num_gaps = 0.0, 0
@@ -242,7 +247,8 @@ class Sequence:
             return
         self._failed_workers.add(self.worker_id)
         is_leaving = refusal.kind is RefusalKind.DRAINING or refusal.kind is RefusalKind.GONE
-        may_wait = bool(self.output_token_ids) or (is_leaving and self._model.cold_start.wait_s > 0.0)
+        has_begun = bool(self.output_token_ids) or self._listener.is_begun
+        may_wait = has_begun or (is_leaving and self._model.cold_start.wait_s > 0.0)
         self._place_again(error, may_wait)
 
     def worker_lost(self, worker_id: str) -> None:
@@ -432,7 +438,7 @@ class Sequence:
             self._trace.first_token(now_s)
         self._is_prefilled = True
         self._model.pairs.first_token(self._placement_id)
-        if link is not None:
+        if link is not None and not self.sampling.is_prefetch:
             num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
             link.counts.prefilled(num_tokens, output.num_cached_tokens or 0)
         self._gaps, self._num_gaps = self._counts.of_worker(self.worker_id).itl, 0
@@ -446,6 +452,8 @@ class Sequence:
         if self._spec.explain:
             self.decision = output.decision if self._ways is None else self._ways.explained(output.decision)
         self.prompt_logprobs = output.prompt_logprobs
+        if self.sampling.is_prefetch:
+            return
         told_by = self.worker_id if link is None else link.info.worker_id
         self._counts.first_token(self.ttft_s, len(self.prompt_token_ids), self.num_cached_tokens, told_by)
 
@@ -495,6 +503,8 @@ class Sequence:
                 self._ended_on = self._link
             self._link = None
         self._leave_router()
+        if self.sampling.is_prefetch:  # no prompt was computed, and nobody waits for an answer
+            return
         num_tokens, ttft_s = len(self.output_token_ids), self.ttft_s
         self._counts.ended(num_tokens, duration_s)
         if duration_s is not None and ttft_s is not None:

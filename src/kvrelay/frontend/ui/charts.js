@@ -77,7 +77,7 @@ const CHARTS = [
     format: milliseconds,
     lines: [
       ["whole", "--prefill", (row) => row.handoff_ms],
-      ["until claimed", "--warning", (row) => row.handoff_queue_ms],
+      ["until claimed, of those queued", "--warning", (row) => row.handoff_queue_ms],
       ["KV after the prefill", "--both", (row) => row.handoff_sending_ms],
     ],
   },

@@ -75,6 +75,8 @@ class PeerTable:
         self._peers: dict[str, _Peer] = {}
         self.num_prefill_workers = 0
         """Workers that pull prefills of this model and of this kind of KV from the queue. Read by other threads."""
+        self.prefill_ids: frozenset[str] = frozenset()
+        """Their ids. Read by other threads."""
         self.prefill_adapters: frozenset[str] = frozenset()
         """The adapters that all of them have, by id: any may pull a prefill. Read by other threads."""
         self._tasks = TaskSet()
@@ -155,6 +157,7 @@ class PeerTable:
         self._forget_if_empty(worker_id)
         pulling = [info for _, info in self._listed() if self._pulls(info)]
         had_prefill, self.num_prefill_workers = self.num_prefill_workers > 0, len(pulling)
+        self.prefill_ids = frozenset(info.worker_id for info in pulling)
         of_each = [frozenset((info.adapter, *info.adapters)) for info in pulling]
         self.prefill_adapters = frozenset.intersection(*of_each) if of_each else frozenset()
         if had_prefill and not self.num_prefill_workers:

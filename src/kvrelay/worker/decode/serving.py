@@ -314,7 +314,7 @@ class DecodeSide:
             self._not_enqueued(handoff_id)
             self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, error)
             return
-        if place is not None:
+        if place is not None and not message.sampling.is_prefetch:
             self._count_place(place)
 
     def _not_enqueued(self, handoff_id: HandoffId | None) -> None:

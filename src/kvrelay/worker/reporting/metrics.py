@@ -189,7 +189,7 @@ def _times(stats: WorkerStats) -> Iterator[Metric]:
     yield _histogram("prefill_seconds", "From admission to the first token of a prefill here.", times.prefill)
     yield _histogram("handoff_seconds", "Decode side: from sending a prefill away to its KV.", times.handoff)
     yield _histogram(
-        "handoff_queue_seconds", "Decode side: from sending a prefill away to its grant.", stats.claim_times
+        "handoff_queue_seconds", "Decode side: from queueing a prefill to its grant; not pairs.", stats.claim_times
     )
     yield _histogram("held_seconds", "Decode side: how long KV that has come waits for the pool.", times.held)
     yield _histogram(

@@ -15,7 +15,7 @@ The rules of the protocol are in ``kvrelay/handoff``. This module does not know 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,14 @@ class IncomingHandoffs(Side[de.DecodeEvent]):
     def avoided(self) -> frozenset[str]:
         """The prefill workers that get no grant now."""
         return self.ledger.conduct.avoided(self.ports.turns.now())
+
+    def num_avoided(self, worker_ids: Collection[str]) -> int:
+        """How many of these prefill workers get no grant now. From any thread."""
+        conduct = self.ledger.conduct
+        if not conduct.until_s:
+            return 0
+        now_s = self.ports.turns.now()
+        return sum(conduct.is_avoided(worker_id, now_s) for worker_id in worker_ids)
 
     def carry_out(self, action: Any) -> None:
         """Who does that next."""
