@@ -20,7 +20,9 @@ from kvrelay.evaluate.run import PAGE, REPORT, how_to_go_on
 
 LONG_S = 4 * PATIENCE_S
 SMALL = "from kvrelay.evaluate import options; options.SHORT = options.Sizes(1, 0.4, 2, 16, 1e4); "
-MAIN = SMALL + "from kvrelay.cli.main import main; import sys; main(sys.argv[1:])"
+HERE = "from kvrelay.simulate import pool; pool.MAX_PROCESSES = 1; "
+"""``tests/simulate`` has trials in processes, of which each takes a second to start."""
+MAIN = SMALL + HERE + "from kvrelay.cli.main import main; import sys; main(sys.argv[1:])"
 LOAD = "poisson:rate=20,num=16,prompt=64,answer=8"
 
 
