@@ -19,6 +19,8 @@ from tests.system.serving import Serve
 
 from kvrelay.frontend.api.openapi import documents, openapi_document
 
+pytest_plugins = ["schemathesis.pytest.plugin"]
+"""Where it is needed: as a plugin of its own accord each process would import it, which takes a second."""
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 SERVE = ("--engine", "mock", "--prefill", "0", "--decode", "1", "--speedup-ratio", "0")

@@ -15,6 +15,8 @@ from tests.system.test_openapi import DRAWN, load_schema, server, session
 
 __all__ = ["server", "session"]
 
+pytest_plugins = ["schemathesis.pytest.plugin"]
+"""Where it is needed: as a plugin of its own accord each process would import it, which takes a second."""
 pytestmark = [pytest.mark.system, pytest.mark.matrix, pytest.mark.timeout(600)]
 
 MAX_EXAMPLES = 40
