@@ -135,6 +135,7 @@ ELSEWHERE = {"fail", "no blocks", "stop prefill", "revoke prefill", "cut prefill
 LEFT_OUT = dict.fromkeys(LARGE, ELSEWHERE) | {
     "push, leases, with hits and checksums": {"stop prefill"},
     "push, copies that a stopped process continues": {"revoke prefill"},
+    "push, the only prefill worker cannot reach the decode worker": {"late"},
     "pull, kept beside the pool, leases": {*ELSEWHERE, "revoke decode"},
 }
 for title, faults in LEFT_OUT.items():
@@ -185,7 +186,9 @@ FINDERS: dict[str, tuple[str, ...]] = {
         "the transfer thread does not hear of the end of grants",
         "a job is kept for ever",
     ),
-    "push, the only prefill worker cannot reach the decode worker": ("blocks are not lent while they are verified",),
+    "push, the only prefill worker cannot reach the decode worker, fewer faults": (
+        "blocks are not lent while they are verified",
+    ),
     "push, paired, with hits and checksums, fewer faults": ("prefill-first: hits that D shares are written",),
     "push, a decode worker that discovery never listed": (
         "a decode worker that discovery never listed is told for ever",
