@@ -64,6 +64,16 @@ def pytest_configure(config: pytest.Config) -> None:
         marks = config.option.markexpr
         if "not matrix" in marks or (marks != "real_model" and ROOTS not in os.environ):
             _trust_one_authority(config)
+    elif config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        _begin_elsewhere(config, int(config.workerinput["workerid"][2:]), config.workerinput["workercount"])
+
+
+def _begin_elsewhere(config: pytest.Config, number: int, num_processes: int) -> None:
+    """Each process reads all files. The first that reads one also rewrites its assertions and keeps the bytecode, which
+    takes as long again: so they begin at different folders."""
+    folders = sorted(str(path) for path in Path(__file__).parent.iterdir() if path.is_dir() and path.name[0] != "_")
+    at = len(folders) * number // num_processes
+    config.args[:] = folders[at:] + folders[:at]
 
 
 def _trust_one_authority(config: pytest.Config) -> None:
@@ -83,11 +93,12 @@ def _trust_one_authority(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a test marked slow come first, then those with real processes; else the order stays."""
+    """Files with a test marked slow come first, then those with real processes. Processes that have begun to read at
+    different folders have the same order."""
     marks: dict[Path, set[str]] = {}
     for item in items:
         marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
-    items.sort(key=lambda item: ("slow" not in marks[item.path], "system" not in marks[item.path]))
+    items.sort(key=lambda item: ("slow" not in marks[item.path], "system" not in marks[item.path], str(item.path)))
 
 
 def pytest_collection_finish() -> None:

@@ -24,4 +24,5 @@ class Lazy:
 
 anthropic: Any = Lazy("anthropic")
 openai: Any = Lazy("openai")
+schemathesis: Any = Lazy("schemathesis")
 transformers: Any = Lazy("transformers")

@@ -17,6 +17,7 @@ def test_medians_and_ratios_of_turns() -> None:
     assert row["ratio_min"] < row["ratio_low"] < row["ratio"] < row["ratio_high"] < row["ratio_max"]
 
 
+@pytest.mark.matrix
 def test_another_process_writes_and_copies_while_decode_steps_are_timed() -> None:
     rows, rates = _decode_steps(bundled_checkpoint_path(), TransferConfig(transport="shm"), 1, 64)
     assert [row["target"] for row in rows] == [1.05, "-", "-"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from benchmarks.p2p import RAW, run_p2p_benchmark
 from benchmarks.p2p_peers import run_peers_benchmark
 
 from benchmarks import p2p, p2p_peers
 from kvrelay.bench.report.table import results_table
 from kvrelay.config import TransferConfig
+
+pytestmark = pytest.mark.matrix  # each end is a process that imports torch
 
 
 def test_contenders_take_turns_at_every_size() -> None:

@@ -14,6 +14,7 @@ from kvrelay.cli.main import run
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
+@pytest.mark.matrix
 def test_a_short_run_reports_every_policy() -> None:
     sizes = ("--groups", "2", "--per-group", "6", "--system", "64", "--rate", "40", "--workers", "2")
     done = kvrelay("routing", "--rounds", "1", "--pools", "4", "--json", *sizes, module="benchmarks", timeout_s=500)

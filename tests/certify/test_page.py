@@ -45,6 +45,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
     assert short_number(value) == text
 
 
+@pytest.mark.matrix  # a browser of its own
 async def test_the_page_fits_in_light_dark_and_narrow(tmp_path: Path) -> None:
     path = tmp_path / "certify.html"
     path.write_text(page_of(REPORT), encoding="utf-8")

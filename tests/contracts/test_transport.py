@@ -259,25 +259,27 @@ def test_many_posts_complete_once_each(pair: Pair) -> None:
     np.testing.assert_array_equal(pair.decode.pool, pair.prefill.pool[::-1])
 
 
-@pytest.mark.parametrize(
-    ("local", "remote", "length"),
-    [
-        (0, NUM_BLOCKS * LAYOUT.block_bytes, 1),
-        (0, NUM_BLOCKS * LAYOUT.block_bytes - 4, 8),
-        (NUM_BLOCKS * LAYOUT.block_bytes - 4, 0, 8),
-        (-8, 0, 8),
-        (0, -8, 8),
-        (0, 0, 0),
-        (0, 0, -1),
-        (0, 2**63 - 4, 8),
-    ],
+POOL_BYTES = NUM_BLOCKS * LAYOUT.block_bytes
+OUTSIDE = (
+    (0, POOL_BYTES, 1),
+    (0, POOL_BYTES - 4, 8),
+    (POOL_BYTES - 4, 0, 8),
+    (-8, 0, 8),
+    (0, -8, 8),
+    (0, 0, 0),
+    (0, 0, -1),
+    (0, 2**63 - 4, 8),
 )
-def test_no_piece_may_leave_either_pool(pair: Pair, local: int, remote: int, length: int) -> None:
-    pieces = Pieces(*(np.array([0, value], dtype=np.int64) for value in (local, remote)), np.array([8, length]))
+"""Where a piece begins here and there, and its length."""
+
+
+def test_no_piece_may_leave_either_pool(pair: Pair) -> None:
     before = pair.decode.pool.copy()
-    with pytest.raises(TransferError):
-        pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, pieces, b"never")
-    assert pair.prefill.transport.num_pending == 0
+    for local, remote, length in OUTSIDE:
+        pieces = Pieces(*(np.array([0, value], dtype=np.int64) for value in (local, remote)), np.array([8, length]))
+        with pytest.raises(TransferError):
+            pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, pieces, b"never")
+        assert pair.prefill.transport.num_pending == 0, (local, remote, length)
     np.testing.assert_array_equal(pair.decode.pool, before)
 
 

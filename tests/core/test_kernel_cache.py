@@ -101,6 +101,7 @@ def test_a_second_copy_compiles_nothing_but_what_differs(tmp_path: Path) -> None
     assert run(second, **environment)[0].startswith("63 0 ")
 
 
+@pytest.mark.matrix
 def test_processes_that_compile_at_once(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     starting = [start(package(tmp_path / name), **environment) for name in ("a", "b")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.browser import opened, running_browser
 
 from kvrelay.evaluate.findings import Line, Plot, Report, Section, Table
@@ -59,6 +60,7 @@ def test_the_answer_comes_first_in_the_terminal_and_on_the_page() -> None:
     assert page.index('<section class="answer">') < page.index("<section>")
 
 
+@pytest.mark.matrix  # a browser of its own
 async def test_the_page_fits_in_light_dark_and_narrow(tmp_path: Path) -> None:
     path = tmp_path / "evaluate.html"
     path.write_text(page_of(REPORT), encoding="utf-8")

@@ -21,12 +21,14 @@ from kvrelay.evaluate.run import PAGE, REPORT, how_to_go_on
 LONG_S = 4 * PATIENCE_S
 SMALL = "from kvrelay.evaluate import options; options.SHORT = options.Sizes(1, 0.4, 2, 16, 1e4); "
 MAIN = SMALL + "from kvrelay.cli.main import main; import sys; main(sys.argv[1:])"
+HERE = "from kvrelay.simulate import pool; pool.MAX_PROCESSES = 1; "
+"""``tests/simulate`` has trials in processes, of which each takes a second to start."""
 LOAD = "poisson:rate=20,num=16,prompt=64,answer=8"
 
 
-def start(output: Path, *more: str) -> subprocess.Popen[str]:
+def start(output: Path, *more: str, before: str = "") -> subprocess.Popen[str]:
     arguments = ("evaluate", "--engine", "mock", "--short", "--load", LOAD, "--section", "sizes", "--section", "larger")
-    command = [sys.executable, "-c", MAIN, *arguments, "--price", "2", "--output-dir", str(output), *more]
+    command = [sys.executable, "-c", before + MAIN, *arguments, "--price", "2", "--output-dir", str(output), *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -58,7 +60,7 @@ def test_an_interrupted_evaluation_ends_its_processes_and_goes_on_with_what_is_l
     before = keys(tmp_path)
     assert not (tmp_path / REPORT).exists()
 
-    output, said = start(tmp_path, "--resume", "--json").communicate(timeout=LONG_S)
+    output, said = start(tmp_path, "--resume", "--json", before=HERE).communicate(timeout=LONG_S)
     assert f"{len(before)} cases are done" in said
     report = json.loads(output)
     assert keys(tmp_path)[: len(before)] == before

@@ -99,16 +99,16 @@ def is_linear(work: Callable[[int], object], small_length: int = SMALL) -> bool:
     def large_s() -> float:
         return cpu_s(lambda: work(small_length * EIGHTFOLD))
 
-    if large_s() < 1e-4:
-        return True
-    small = large = float("inf")
+    small, large = float("inf"), large_s()
     for attempt in range(8):
+        if large < 1e-4:
+            return True
         time.sleep(0.01 * attempt)
         # Several times: a stall here would hide a square.
-        small = min(small, *(cpu_s(lambda: [work(small_length) for _ in range(2)]) / 2 for _ in range(3)))
-        large = min(large, large_s())
-        if large <= BOUND * small or large < 1e-4:
+        small = min(small, *(cpu_s(lambda: work(small_length)) for _ in range(3)))
+        if large <= BOUND * small:
             return True
+        large = min(large, large_s())
     return False
 
 

@@ -132,7 +132,7 @@ print(min(map(len, before)), sum(len(later - earlier) for earlier, later in zip(
 
 
 @linux_only
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_steps_start_no_compute_threads_in_ranks() -> None:
     done = subprocess.run([sys.executable, "-c", RANKS], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -127,7 +127,7 @@ def test_memory_for_all_is_the_last_that_is_tried() -> None:
 AGENTS = "agents:sessions=12,calls=5,tools=2,prompt=640,answer=8,cached=0.7,rate=4"
 
 
-@pytest.mark.parametrize(("bytes_per_s", "is_worth"), [(1e9, True), (1e3, False)])
+@pytest.mark.parametrize(("bytes_per_s", "is_worth"), [pytest.param(1e9, True, marks=pytest.mark.matrix), (1e3, False)])
 def test_slow_copies_are_not_worth_it(bytes_per_s: float, is_worth: bool) -> None:
     """The pool holds 2 of 12 sessions, and to compute their prompts is dear."""
     costs = Costs(step=StepCost(prefill_token_s=2e-4), kv_tokens=3200, token_bytes=10, host_bytes_per_s=bytes_per_s)

@@ -26,7 +26,8 @@ from kvrelay.executors.mock import mock_generate
 CONFIG = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
 EOS = CONFIG["eos_token_id"]
 EOS_IDS = tuple(EOS) if isinstance(EOS, list) else (EOS,)
-NUM_STREAMS = 12
+NUM_STREAMS = 6
+"""One of each length of ``prompt``."""
 NUM_TOKENS = 60
 
 

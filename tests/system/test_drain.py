@@ -28,7 +28,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
         yield server
 
 
-@pytest.fixture(scope="module", params=["nats", "etcd"])
+@pytest.fixture(scope="module", params=["nats", pytest.param("etcd", marks=pytest.mark.matrix)])
 def server(request: pytest.FixtureRequest) -> Iterator[Serve]:
     with pytest.MonkeyPatch.context() as environment:
         if request.param == "etcd":

@@ -100,10 +100,12 @@ def test_streams_leave_a_decode_worker_that_stands_still(server):
         streams.check()
 
 
+@pytest.mark.matrix
 def test_a_claim_that_a_sleeping_decode_worker_missed():
     """It is asked for a hand-off while it stands still, and nobody asks again: it has to learn that nobody will.
 
-    With a lease so long that its connections outlive its sleep: else the request had gone elsewhere."""
+    With a lease so long that its connections outlive its sleep: else the request had gone elsewhere. It takes as long
+    as a claim is waited for; in the suite ``tests/handoff`` loses claims and stops decode workers."""
     with Serve((*FLAGS, "--lease-ttl-s", "60")) as server:
         sleep_through_a_claim(server)
     assert server.process.returncode == 0, server.output

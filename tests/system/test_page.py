@@ -97,7 +97,9 @@ async def picture(page: Page, name: str, tmp_path: Path) -> None:
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(
+    "look", ["light", "narrow-dark", *(pytest.param(look, marks=pytest.mark.matrix) for look in ("dark", "narrow"))]
+)
 async def test_a_real_remote_request_is_explained(browser: Browser, server: Serve, look: str, tmp_path: Path) -> None:
     request_id = await complete(server)
     complaints: list[str] = []

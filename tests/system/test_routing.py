@@ -194,13 +194,13 @@ def kill_a_frontend(server: Serve) -> int:
 
 def test_indexes_are_true_after_workers_and_a_frontend_were_killed_under_load(server: Serve) -> None:
     with Load(server) as load:
-        load.wait(60)
+        load.wait(30)
         kill_a_worker(server)
-        load.wait(60)
+        load.wait(30)
         kill_a_frontend(server)
-        load.wait(60)
+        load.wait(30)
         kill_a_worker(server)
-        load.wait(100)
+        load.wait(60)
         # The frontends of a busy machine may connect to the last worker after all of these.
         until(lambda: all(caches(server).values()))
     held = caches(server)

@@ -155,7 +155,7 @@ def leave_at_once(server: Serve, number: int) -> None:
 
 def test_schemas_that_never_compile_hold_up_neither_others_nor_the_exit(server: Serve) -> None:
     """The exit: the server ends after this test, while some of them are under way."""
-    for number in range(6):
+    for number in range(3):
         leave_at_once(server, number)
     answer = httpx.post(
         f"{server.url}/v1/completions",
@@ -166,5 +166,5 @@ def test_schemas_that_never_compile_hold_up_neither_others_nor_the_exit(server: 
     refused = httpx.post(f"{server.url}/v1/chat/completions", json=endless(0), timeout=PATIENCE_S)
     assert refused.status_code == 400
     assert "CPU time" in refused.json()["error"]["message"]
-    for number in range(10, 13):
+    for number in range(10, 12):
         leave_at_once(server, number)

@@ -118,15 +118,13 @@ def test_scale_to_zero_and_back_with_an_answer_for_the_request_that_waited(tmp_p
         command += ["--min-workers", "0", "--quiet-s", "1", "--interval", "0.2", "--log-file", str(tmp_path / "log")]
         planner = nursery.popen(command)
         try:
-            for _ in range(2):
-                until(lambda: roles(server) == [] and not hosts(server)[0].pids)
-                assert server.process.poll() is None
-                with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
-                    assert [model.id for model in client.models.list()] == [server.model]
-                    answer = client.completions.create(
-                        model=server.model, prompt="Hi", max_tokens=4, timeout=PATIENCE_S
-                    )
-                    assert answer.choices[0].finish_reason in ("length", "stop")
+            until(lambda: roles(server) == [] and not hosts(server)[0].pids)
+            assert server.process.poll() is None
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+                assert [model.id for model in client.models.list()] == [server.model]
+                answer = client.completions.create(model=server.model, prompt="Hi", max_tokens=4, timeout=PATIENCE_S)
+                assert answer.choices[0].finish_reason in ("length", "stop")
+            until(lambda: roles(server) == [] and not hosts(server)[0].pids)
         finally:
             planner.terminate()
             planner.wait()

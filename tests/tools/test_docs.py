@@ -143,7 +143,10 @@ def classes() -> dict[str, tuple[set[str], set[str]]]:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef):
                     names, bases = found.setdefault(node.name, (set(), set()))
-                    names.update(re.findall(r"\w+", ast.unparse(node)))
+                    parts = [
+                        getattr(part, field, None) for part in ast.walk(node) for field in ("id", "attr", "name", "arg")
+                    ]
+                    names.update(part for part in parts if isinstance(part, str))
                     bases.update(re.findall(r"\w+", " ".join(map(ast.unparse, node.bases))))
     return found
 

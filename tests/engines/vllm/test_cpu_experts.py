@@ -42,6 +42,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.matrix  # three processes that import torch
 def test_rows_of_all_ranks_are_gathered_and_added_up(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", RANK]
     ranks = [

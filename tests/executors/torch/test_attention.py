@@ -10,10 +10,11 @@ import torch
 
 from kvrelay.errors import ConfigError
 from kvrelay.executors.torch.attention.base import AttentionSpec
-from kvrelay.executors.torch.attention.cpu import CpuAttention
+from kvrelay.executors.torch.attention.cpu import CpuAttention, kernel_cache
 from kvrelay.executors.torch.attention.torch_ref import TorchAttention
 from kvrelay.executors.torch.build import choose_backend
 from kvrelay.executors.torch.config import RopeConfig
+from kvrelay.executors.torch.kernels.compile_once import compile_once
 from kvrelay.executors.torch.kernels.numba_threads import usable_threads
 from kvrelay.executors.torch.rope import rope_table
 from kvrelay.executors.torch.slots import StepBatch
@@ -82,6 +83,13 @@ def run_both(
         attention.begin(batch)
         results.append(attention.forward(1, qkv).float().clone())
     return results[0], results[1], pools[0].float(), pools[1].float()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """By one of the processes that run tests beside each other: workers of the bundled checkpoint need them, too."""
+    for dtype in (torch.float32, torch.bfloat16):
+        compile_once(lambda dtype=dtype: run_both(make_batch([1], [0], 16), Shape(), dtype), kernel_cache())
 
 
 # bfloat16 results may differ by one rounding of values around 2, float32 ones by the order of sums.

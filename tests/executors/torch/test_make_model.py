@@ -50,7 +50,7 @@ def test_transformers_loads_every_tensor(arch: str, tmp_path: Path) -> None:
     assert torch.isfinite(logits).all()
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])  # one of each kind of pieces
 def test_tokenizer_is_the_same_through_transformers(arch: str, tmp_path: Path) -> None:
     make_model(tmp_path, arch, "tiny")
     through = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -145,22 +145,34 @@ def _assert_finite(outputs: list[TokenOutput]) -> None:
                 assert all(math.isfinite(each.logprob) for each in (position.chosen, *position.top))
 
 
+BYSTANDERS = {f"sound {name}": (SOUND, sampling) for name, sampling in WAYS.items()}
+
+
+@pytest.fixture(scope="module", params=["torch", "cpu"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(changed: Callable[[Change | None], Path], backend: str) -> dict[str, list[TokenOutput]]:
+    """What becomes of the bystanders with sound weights."""
+    with _core(changed(None), attention_backend=backend) as core:
+        outputs = _run(core, BYSTANDERS)
+    assert not any(map(_is_failed, outputs.values()))
+    return outputs
+
+
 @pytest.mark.parametrize("change", [_broken_head, _broken_embedding, _infinite_embedding])
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_whatever_chooses_the_token_the_request_fails(
-    changed: Callable[[Change | None], Path], change: Change, backend: str
+    changed: Callable[[Change | None], Path], expected: dict[str, list[TokenOutput]], change: Change, backend: str
 ) -> None:
     """And of the requests beside it only those that the damage concerns."""
-    bystanders = {f"sound {name}": (SOUND, sampling) for name, sampling in WAYS.items()}
-    with _core(changed(None), attention_backend=backend) as core:
-        expected = _run(core, bystanders)
-        assert not any(map(_is_failed, expected.values()))
     with _core(changed(change), attention_backend=backend) as core:
-        outputs = _run(core, bystanders | {name: (BROKEN, sampling) for name, sampling in WAYS.items()})
+        outputs = _run(core, BYSTANDERS | {name: (BROKEN, sampling) for name, sampling in WAYS.items()})
         for name in WAYS:
             assert _is_failed(outputs[name]), name
             assert not _tokens(outputs[name])
-        for name in bystanders:
+        for name in BYSTANDERS:
             if change is _broken_head:
                 assert _is_failed(outputs[name])
             else:

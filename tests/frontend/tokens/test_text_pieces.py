@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 
 import pytest
 from hypothesis import example, given, settings
@@ -149,8 +150,7 @@ def test_texts_for_other_tokenizers_are_not_cut(name: str) -> None:
     assert tokenizer_of(name).frame is None
 
 
-@pytest.mark.parametrize("name", [*CUT, *WHOLE])
-@pytest.mark.parametrize("num_chars", [1, 7])
+@pytest.mark.parametrize(("name", "num_chars"), [*product(CUT, (1, 7)), *product(WHOLE, (1,))])
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(texts=st.lists(TEXTS, max_size=4), add_special_tokens=st.booleans())
 @example(texts=["the quick fox\nthe end. a b\n你好。\n这"], add_special_tokens=True)

@@ -130,11 +130,12 @@ def product(x: Any, panels: Any, bias: Any, out: Any, rooms: Any, num_threads: i
     num_rows, num_panels = x.shape[0], panels.shape[0]
     num_tiles = (num_rows + ROWS - 1) // ROWS
     by_rows = num_tiles >= 2 * num_threads and num_panels < 8 * num_threads
+    none = num_rows - num_rows  # Numba would compile ``part`` once more for each place of a literal zero
     for index in prange(num_threads):
         t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
         if by_rows:
             first, end = num_tiles * t // num_threads * ROWS, num_tiles * (t + 1) // num_threads * ROWS
-            part(x, panels, bias, out, rooms[t], first, min(end, num_rows), 0, num_panels)
+            part(x, panels, bias, out, rooms[t], first, min(end, num_rows), none, num_panels)
         else:
             first, end = num_panels * t // num_threads, num_panels * (t + 1) // num_threads
-            part(x, panels, bias, out, rooms[t], 0, num_rows, first, end)
+            part(x, panels, bias, out, rooms[t], none, num_rows, first, end)
