@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -199,6 +200,24 @@ async def test_a_frontend_leaves_it_to_the_workers_to_end_a_lease(address: str) 
         assert isinstance(frontend.discovery, NatsDiscovery)
         election = frontend.discovery.mirror.election
         await eventually(lambda: not election.may_keep, 30.0)
+        assert seen.state == {WORKER: b"{}"}
+        async with role(address, "worker") as other:
+            await other.discovery.list(KEYS.workers)
+            await eventually(lambda: not seen.state, 30.0)
+
+
+async def test_a_frontend_that_was_busy_for_longer_than_a_lease_ends_none(address: str) -> None:
+    """It learns at one time that a lease is overdue, that nobody keeps leases, and that it may not either."""
+    async with role(address, "frontend") as frontend, watching(frontend.discovery, KEYS.workers) as seen:
+        async with role(address, "worker") as dying:
+            lease = await dying.discovery.grant(TTL_S)
+            await dying.discovery.put(WORKER, b"{}", lease)
+            await eventually(lambda: bool(seen.state))
+        time.sleep(1.5 * TTL_S)  # noqa: ASYNC251
+        assert isinstance(frontend.discovery, NatsDiscovery)
+        election = frontend.discovery.mirror.election
+        await eventually(lambda: not election.may_keep, 30.0)
+        await asyncio.sleep(TTL_S)
         assert seen.state == {WORKER: b"{}"}
         async with role(address, "worker") as other:
             await other.discovery.list(KEYS.workers)

@@ -251,7 +251,7 @@ class Mirror:
         except TimeoutError:
             if self._clock.now() >= self._silent_s() or not self._connection.is_connected:
                 return False
-            for lease_id in self.table.due(only_missing=self.keepalives is None):
+            for lease_id in self.table.due(only_missing=not self._ends_leases):
                 await self._look_after(lease_id)
             return True
         if item is None:
@@ -269,7 +269,7 @@ class Mirror:
 
     def _wake_s(self) -> float:
         """When something is due, by the event loop's clock."""
-        lease_s = self.table.next_due_s(only_missing=self.keepalives is None)
+        lease_s = self.table.next_due_s(only_missing=not self._ends_leases)
         due_s = min(self.election.due_s(), self._silent_s(), math.inf if lease_s is None else lease_s)
         return asyncio.get_running_loop().time() + max(due_s - self._clock.now(), 0.0)
 
@@ -284,8 +284,7 @@ class Mirror:
 
     async def _keep_or_rest(self) -> None:
         """As the lease keeper: announce it and consume the keepalives. Otherwise leave both to the keeper."""
-        if self.election.may_keep and self._connection.is_denied(self._keeper_subject):
-            self._leave_it_to_others("these credentials may not keep leases")
+        self._heed_refusal()
         self.election.pace(self.table.shortest_ttl_s)
         if self.election.tick():
             await self._connection.publish(self._keeper_subject, self.election.own_id.encode())
@@ -346,6 +345,11 @@ class Mirror:
 
     # -- the dead -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _ends_leases(self) -> bool:
+        """Only who has announced that it does: a newcomer has heard too little, and may have no right to."""
+        return self.election.state is KeeperState.KEEPING
+
     async def _look_after(self, lease_id: str) -> None:
         """Handle a lease that is due: end it if its holder is dead and our credentials allow it."""
         state = self.table.lease(lease_id)
@@ -356,6 +360,11 @@ class Mirror:
         except ControlDeniedError as exc:
             self._leave_it_to_others(exc)
             self.table.postpone(lease_id, state.ttl_s)
+
+    def _heed_refusal(self) -> None:
+        """Stop keeping leases if the server has refused our announcement."""
+        if self.election.may_keep and self._connection.is_denied(self._keeper_subject):
+            self._leave_it_to_others("these credentials may not keep leases")
 
     def _leave_it_to_others(self, reason: object) -> None:
         _log.info("other watchers will end leases: %s", reason)
@@ -373,7 +382,8 @@ class Mirror:
             # The holder lives; its keepalive is on its way to us.
             self._on_events(self.table.refresh(lease_id, state.ttl_s, keepalive.seq))
             return
-        if is_there and not self.election.may_keep:
+        self._heed_refusal()  # the server sends it before these answers, so it is here by now
+        if is_there and not self._ends_leases:
             self.table.postpone(lease_id, state.ttl_s)
             return
         if is_there:
