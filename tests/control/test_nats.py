@@ -884,6 +884,7 @@ def test_the_plane_can_be_made_without_the_door(nats: NatsServerProcess) -> None
         control = await NatsControlPlane.connect(nats.url, "test", 5.0)
         await control.close()
         assert not control.is_connected
+        assert not control.discovery.is_connected
 
     asyncio.run(scenario())
 

@@ -84,6 +84,10 @@ class Discovery(Protocol):
     """
 
     @property
+    def is_connected(self) -> bool:
+        """Whether the last contact with the server succeeded."""
+
+    @property
     def num_unleased(self) -> int:
         """Number of entries ignored so far because they have no lease."""
 

@@ -64,7 +64,6 @@ class EtcdDiscovery:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the last contact with the server succeeded."""
         return self._connected and not self.channel.closed
 
     @property

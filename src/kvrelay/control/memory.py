@@ -193,6 +193,10 @@ class MemoryDiscovery:
         self.leases: list[MemoryLease] = []
 
     @property
+    def is_connected(self) -> bool:
+        return self._plane.is_connected
+
+    @property
     def num_unleased(self) -> int:
         return self._broker.unleased.num_refused
 

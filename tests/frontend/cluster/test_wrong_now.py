@@ -40,12 +40,21 @@ def found(
     *workers: WorkerView,
     frontends: tuple[FrontendView, ...] = (FRONTEND,),
     has_control: bool = True,
+    has_discovery: bool = True,
     planners: tuple[PlannerReport, ...] = (),
     crashed: tuple[WorkerInfo, ...] = (),
     **whole: object,
 ) -> list[Wrong]:
     total = msgspec.structs.replace(WHOLE, **whole)
-    return wrong_now(workers, frontends, total, has_control=has_control, planners=planners, crashed=crashed)
+    return wrong_now(
+        workers,
+        frontends,
+        total,
+        has_control=has_control,
+        has_discovery=has_discovery,
+        planners=planners,
+        crashed=crashed,
+    )
 
 
 PREFILL = worker("p", WorkerRole.PREFILL)
@@ -97,6 +106,8 @@ def test_a_worker_with_a_fault_is_named_with_the_reason(changes: dict[str, objec
         ({"failed_last_minute": 3}, "failed-requests", "3 of 60 requests failed in the last minute"),
         ({"prefill_queue": 5, "prefill_queue_for_s": 12.0}, "prefill-queue", "5 prefills queued"),
         ({"has_control": False}, "no-control-plane", "has lost the control plane"),
+        ({"has_control": False, "has_discovery": False}, "no-control-plane", "has lost the control plane"),
+        ({"has_discovery": False}, "no-control-plane", "has lost the discovery server"),
     ],
 )
 def test_a_fault_of_the_whole_has_its_line(whole: dict[str, object], kind: str, text: str) -> None:

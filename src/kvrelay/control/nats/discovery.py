@@ -49,10 +49,15 @@ class NatsDiscovery:
             on_synced=self._synced,
             on_lease_ended=self._lease_ended,
         )
+        self._connection = connection
         connection.on_reconnected(self._wake_leases)
 
     def __repr__(self) -> str:
         return f"NatsDiscovery({self._bucket.name}, {self.mirror.table!r}, leases={self._leases})"
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection.is_connected
 
     @property
     def num_unleased(self) -> int:

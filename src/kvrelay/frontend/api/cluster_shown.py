@@ -127,6 +127,7 @@ class ShownCluster:
                 frontends,
                 whole,
                 has_control=self._cluster.has_control,
+                has_discovery=self._cluster.has_discovery,
                 is_started_on_demand=self._cluster.cold_start.wait_s > 0.0,
                 planners=planners,
                 crashed=self._cluster.crashed(),

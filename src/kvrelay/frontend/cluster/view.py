@@ -204,8 +204,13 @@ class ClusterView:
 
     @property
     def has_control(self) -> bool:
-        """Whether the control plane is connected."""
+        """Whether NATS is connected, by which load comes."""
         return self._control.is_connected
+
+    @property
+    def has_discovery(self) -> bool:
+        """Whether NATS or etcd, whichever has discovery, is connected."""
+        return self._control.discovery.is_connected
 
     async def prefill_queue_size(self) -> int | None:
         """Prefills that no worker has pulled yet; None if the control server does not tell, or not in time."""

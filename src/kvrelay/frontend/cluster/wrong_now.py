@@ -57,15 +57,16 @@ def wrong_now(
     whole: Totals,
     *,
     has_control: bool,
+    has_discovery: bool,
     is_started_on_demand: bool = False,
     planners: Sequence[PlannerReport] = (),
     crashed: Sequence[WorkerInfo] = (),
 ) -> list[Wrong]:
-    """``has_control``: this frontend is connected to the control plane. ``is_started_on_demand``: requests without a
+    """``has_control``, ``has_discovery``: as of ``ClusterView``. ``is_started_on_demand``: requests without a
     worker wait for one that a planner starts. ``crashed``: lately, the latest last. The page colours by these lines, so
     nothing is red without one."""
     found = [
-        *_of_cluster(workers, frontends, whole, has_control),
+        *_of_cluster(workers, frontends, whole, has_control, has_discovery),
         *_of_load(whole, planners),
         *_of_models(workers),
         *_of_workers(workers),
@@ -77,12 +78,21 @@ def wrong_now(
 
 
 def _of_cluster(
-    workers: Sequence[WorkerView], frontends: Sequence[FrontendView], whole: Totals, has_control: bool
+    workers: Sequence[WorkerView],
+    frontends: Sequence[FrontendView],
+    whole: Totals,
+    has_control: bool,
+    has_discovery: bool,
 ) -> Iterator[Wrong]:
     if not has_control:
         yield _error(
             "no-control-plane",
             "this frontend has lost the control plane: it serves with the workers it knows, and hears no load of them",
+        )
+    elif not has_discovery:
+        yield _error(
+            "no-control-plane",
+            "this frontend has lost the discovery server: it serves with the workers it knows, and hears of no others",
         )
     if not workers:
         yield _error(NO_WORKER, "no worker is in discovery: every request gets 503")
