@@ -18,6 +18,7 @@ from tests.ports import free_ports
 from kvrelay.control.base import Lease, WatchEvent, WatchKind
 from kvrelay.control.etcd import EtcdDiscovery
 from kvrelay.control.etcd_channel import EtcdAddress
+from kvrelay.control.etcd_lease import EtcdLease
 from kvrelay.control.tls import TlsFiles
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError
 
@@ -174,6 +175,47 @@ async def test_a_server_that_lost_its_data_gets_the_living_back_and_nobody_seems
         assert await reader.get(SETTINGS + "a") == b"1"
         await stop(own)
         await stop(watching)
+        await lease.revoke()
+
+
+async def test_a_revocation_is_known_when_the_put_under_the_lease_is_compacted(server: EtcdServer) -> None:
+    async with connected(server) as discovery:
+        told: list[str] = []
+        lease = await discovery.grant(60)
+        lease.on_revoked(lambda: told.append("revoked"))
+        await discovery.put(SETTINGS + "a", b"1", lease)
+        server.ctl("put", SETTINGS + "b", "1")
+        made = server.ctl("put", SETTINGS + "b", "2", "--write-out=json").stdout
+        assert server.ctl("compact", made.split('"revision":')[1].split(",")[0]).returncode == 0
+        server.ctl("lease", "revoke", lease.lease_id)
+        assert isinstance(lease, EtcdLease)
+        lease.wake()
+        await eventually(lambda: told == ["revoked"])
+
+
+@pytest.mark.parametrize("num_others", [0, 5])
+async def test_a_lease_that_was_lost_with_the_data_is_not_taken_for_a_revoked_one(
+    server: EtcdServer, num_others: int
+) -> None:
+    """Also when others have written so much meanwhile that the new server is not behind the old one."""
+    async with connected(server) as discovery:
+        told: list[str] = []
+        lease = await discovery.grant(60)
+        lease.on_lost(lambda: told.append("lost"))
+        lease.on_revoked(lambda: told.append("revoked"))
+        await discovery.put(SETTINGS + "a", b"1", lease)
+        server.stop()
+        server.wipe()
+        server.start()
+        for value in range(num_others):
+            server.ctl("put", SETTINGS + "b", str(value))
+        assert isinstance(lease, EtcdLease)
+        lease.wake()
+        await eventually(lambda: bool(told))
+        async with asyncio.timeout(PATIENCE_S):
+            while (await discovery.list(SETTINGS)).get(SETTINGS + "a") != b"1":
+                await asyncio.sleep(0.05)
+        assert told == ["lost"]
         await lease.revoke()
 
 

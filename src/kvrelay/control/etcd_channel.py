@@ -80,6 +80,10 @@ class EtcdAddress(msgspec.Struct, frozen=True):
     __repr__ = __str__
 
 
+class NoRevisionError(ControlUnavailableError):
+    """The server does not have the revision that was asked for: it is compacted, or of the future."""
+
+
 class EtcdChannel:
     """Calls to one etcd endpoint. Used from one event loop."""
 
@@ -211,6 +215,8 @@ class EtcdChannel:
         code, details = self._code(exc), self._details(exc)
         if code == "NOT_FOUND" and "lease" in details:
             return LeaseLostError(f"{self.address}: {details}")
+        if code == "OUT_OF_RANGE":
+            return NoRevisionError(f"{self.address}: {details}")
         if code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "INVALID_ARGUMENT", "FAILED_PRECONDITION"):
             refusal = f"{self.address} refuses: {details}"
             return ConfigError(refusal, param="discovery") if is_first else ControlUnavailableError(refusal)

@@ -6,7 +6,7 @@ It owns the keepalives, granting a lost lease again, and putting its keys again.
                     └──(an operator revoked it)──> on_lost, on_revoked, forget keys, grant ──> keepalive ...
 
 etcd only says that a lease does not exist. The lease was revoked if it has not expired by our clock and the server has
-kept its data. A server that lost its data has also lost revisions; a server that was told to revoke the lease has not.
+kept its data. A server that lost its data has lost revisions, or has something else at the revision of our last put.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from kvrelay.control.etcd_channel import RETRY_S, EtcdChannel
+from kvrelay.control.etcd_channel import RETRY_S, EtcdChannel, NoRevisionError
 from kvrelay.control.held_lease import HeldLease
 from kvrelay.errors import ControlUnavailableError, KvrelayError, LeaseLostError
 
@@ -38,6 +38,8 @@ class EtcdLease(HeldLease):
         self._id = 0
         self._revision = 0
         """The store's revision in the last answer to this lease."""
+        self._last_put: tuple[bytes, int] | None = None
+        """Under this lease: the key, and the revision that it made."""
         self._is_registered = True
 
     async def start(self) -> None:
@@ -90,12 +92,24 @@ class EtcdLease(HeldLease):
             self._revision = revision
             self._confirmed(sent_s)
             return False
-        if time.monotonic() < self.alive_until_s and revision >= self._revision:
+        if time.monotonic() < self.alive_until_s and revision >= self._revision and await self._has_last_put():
             self._values.clear()
             self._tell_revoked()
             return True
         self._tell_lost()
         return False
+
+    async def _has_last_put(self) -> bool:
+        """Whether the server, which is not behind the revision of our last put, has that put there."""
+        if self._last_put is None:
+            return True
+        key, revision = self._last_put
+        request = self._channel.rpc.RangeRequest(key=key, revision=revision)
+        try:
+            answer = await self._channel.call(self._channel.kv.Range, request)
+        except NoRevisionError:  # compacted
+            return True
+        return any((entry.lease, entry.mod_revision) == (self._id, revision) for entry in answer.kvs)
 
     async def _ask_to_live(self) -> Any:
         """The server's answer to a refresh; its TTL is 0 if there is no such lease."""
@@ -129,13 +143,14 @@ class EtcdLease(HeldLease):
         answer = await self._channel.call(self._channel.leases.LeaseGrant, request)
         self._id, self.ttl_s = int(answer.ID), float(answer.TTL)
         self.lease_id = f"{self._id:x}"
-        self._revision = int(answer.header.revision)
+        self._revision, self._last_put = int(answer.header.revision), None
         self._confirmed(sent_s)
 
     async def _put(self, key: str, value: bytes) -> None:
         request = self._channel.rpc.PutRequest(key=key.encode(), value=value, lease=self._id)
         answer = await self._channel.call(self._channel.kv.Put, request)
         self._revision = int(answer.header.revision)
+        self._last_put = request.key, self._revision
 
     async def _revoke(self, lease_id: int) -> None:
         await self._channel.call(self._channel.leases.LeaseRevoke, self._channel.rpc.LeaseRevokeRequest(ID=lease_id))
