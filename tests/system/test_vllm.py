@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -107,16 +106,6 @@ def test_prefill_and_decode_apart(split: Serve, asked: list[Asked], order: str) 
     # vLLM's own connector moves KV that kvrelay does not see.
     assert is_nixl or decode["decode"]["num_received_bytes"] > 0
     until(split.is_idle)
-
-
-def test_each_grammar_is_matched_whatever_the_first_one_was(split: Serve, asked: list[Asked]) -> None:
-    """A regular expression, which every library of vLLM knows, and then the intersection of two."""
-    prompt = next(prompt for prompt in asked[0].prompts if len(prompt) > 100)
-    asking: dict[str, Any] = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
-    for more, pattern in (({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"), ({"bad_words": ["e"]}, "[^e]*")):
-        answer = httpx.post(f"{split.url}/v1/completions", json=asking | more, timeout=PATIENCE_S)
-        assert answer.status_code == 200, answer.text
-        assert re.fullmatch(pattern, answer.json()["choices"][0]["text"], re.DOTALL)
 
 
 def test_kvrelays_connector_moves_kv_from_peer_to_peer(asked: list[Asked]) -> None:

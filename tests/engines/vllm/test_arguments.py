@@ -13,7 +13,7 @@ from kvrelay.config import EngineConfig, GroupConfig, RunnerConfig, VllmConfig, 
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.engines.vllm import library
-from kvrelay.engines.vllm.arguments import GRAMMARS, OURS, engine_arguments, require_known
+from kvrelay.engines.vllm.arguments import OURS, engine_arguments, require_known
 from kvrelay.engines.vllm.cores import CORES, compute_cores, parse_cores, share_of, thread_environment
 from kvrelay.engines.vllm.seams import Seam
 from kvrelay.errors import ConfigError
@@ -43,14 +43,6 @@ def test_settings_travel_under_vllms_names() -> None:
     spread = WorkerConfig(model_path=bundled_checkpoint_path(), group=GroupConfig(ep=True))
     assert engine_arguments(spread, None)["enable_expert_parallel"]
     assert "enable_expert_parallel" not in arguments
-
-
-def test_one_library_compiles_all_grammars_unless_the_operator_names_another() -> None:
-    """vLLM's own choice depends on the first request that has one."""
-    assert _arguments()[GRAMMARS] == {"backend": "guidance"}
-    added = _arguments('{"structured_outputs_config": {"disable_any_whitespace": true}}')
-    assert added[GRAMMARS] == {"backend": "guidance", "disable_any_whitespace": True}
-    assert _arguments('{"structured_outputs_config": {"backend": "xgrammar"}}')[GRAMMARS] == {"backend": "xgrammar"}
 
 
 def test_workers_of_a_pair_exchange_kv_by_vllms_connector() -> None:
@@ -108,7 +100,7 @@ def test_what_the_worker_sets_cannot_be_overridden(text: str, message: str) -> N
 
 
 def test_every_argument_that_is_set_is_ours() -> None:
-    assert _arguments("", CacheEvents("a", "b")).keys() - OURS.keys() == {GRAMMARS}, "with what the operator adds"
+    assert _arguments("", CacheEvents("a", "b")).keys() - OURS.keys() == set()
 
 
 def test_an_unknown_argument_is_refused_by_name() -> None:

@@ -14,7 +14,6 @@ from kvrelay.errors import ConfigError
 
 DATA_PARALLEL = "data_parallel_"
 """The beginning of several names."""
-GRAMMARS = "structured_outputs_config"
 OURS = {
     "model": "the model is the command's argument",
     "served_model_name": "use --served-model-name",
@@ -76,9 +75,6 @@ def engine_arguments(settings: WorkerConfig, events: CacheEvents | None) -> dict
         # Only grammars need the tokenizer.
         "skip_tokenizer_init": not (settings.model_path / "tokenizer.json").is_file(),
         "worker_extension_cls": "kvrelay.engines.vllm.quiet_child.WorkerExtension",
-        # By default vLLM chooses a library for each request, and has only the one of the first request with a grammar.
-        # This one knows the frontend's dialect of Lark.
-        GRAMMARS: {"backend": "guidance"},
     }
     if settings.group.ep:
         arguments["enable_expert_parallel"] = True
@@ -106,10 +102,7 @@ def engine_arguments(settings: WorkerConfig, events: CacheEvents | None) -> dict
             arguments["block_size"] = engine.block_size
         else:
             arguments["worker_extension_cls"] = "kvrelay.engines.vllm.nixl_child.NixlWorkerExtension"
-    added = _added(settings.vllm.engine_args)
-    if isinstance(grammars := added.get(GRAMMARS), dict):
-        added[GRAMMARS] = arguments[GRAMMARS] | grammars
-    return arguments | added
+    return {**arguments, **_added(settings.vllm.engine_args)}
 
 
 def rank_events(events: CacheEvents, rank: int) -> CacheEvents:

@@ -33,7 +33,7 @@ from kvrelay.engines.connector.terms import encode_place
 from kvrelay.engines.hosted.staging import Staging, allocate_staging
 from kvrelay.engines.hosted.step_log import StepLog
 from kvrelay.engines.vllm.adapters import with_empty_slot
-from kvrelay.engines.vllm.arguments import GRAMMARS, require_known
+from kvrelay.engines.vllm.arguments import require_known
 from kvrelay.engines.vllm.backend import AsyncEngine, Terms
 from kvrelay.engines.vllm.child import CPU_EXPERTS, SCRATCH
 from kvrelay.engines.vllm.cores import compute_cores, thread_environment
@@ -259,17 +259,10 @@ def _directory_of(arguments: Mapping[str, Any]) -> str:
 
 
 def _typed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    from vllm.config import KVEventsConfig, KVTransferConfig, StructuredOutputsConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
-    types = {
-        "kv_events_config": KVEventsConfig,
-        "kv_transfer_config": KVTransferConfig,
-        GRAMMARS: StructuredOutputsConfig,
-    }
-    return {
-        name: types[name](**value) if name in types and isinstance(value, dict) else value
-        for name, value in arguments.items()
-    }
+    types = {"kv_events_config": KVEventsConfig, "kv_transfer_config": KVTransferConfig}
+    return {name: types[name](**value) if name in types else value for name, value in arguments.items()}
 
 
 def _silent_logger(drafts: DraftCounts | None) -> Any:

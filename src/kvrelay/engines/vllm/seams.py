@@ -30,12 +30,8 @@ COMMON = (
     Seam(
         "vllm.engine.arg_utils",
         "AsyncEngineArgs",
-        (
-            *("worker_extension_cls", "skip_tokenizer_init", "scheduling_policy", "structured_outputs_config"),
-            *("kv_events_config", "kv_transfer_config"),
-        ),
+        ("worker_extension_cls", "skip_tokenizer_init", "scheduling_policy", "kv_events_config", "kv_transfer_config"),
     ),
-    Seam("vllm.config", "StructuredOutputsConfig", ("backend",)),
     Seam("vllm.config", "KVEventsConfig", ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint")),
     Seam(_ENGINE, "AsyncLLM.from_vllm_config", ("vllm_config", "disable_log_stats", "stat_loggers")),
     Seam("vllm.v1.metrics.loggers", "StatLoggerBase", ("vllm_config", "engine_index")),
