@@ -93,7 +93,8 @@ async def test_the_prefill_server_computes_and_the_decode_server_fetches() -> No
         assert (exchange.num_prefilled, exchange.num_fetched, exchange.num_local) == (6, 6, 0)
         assert exchange.kept == {}
         assert exchange.errors == []
-        assert pair.decode.worker.stats().decode.num_remote_done == 6
+        # Counted once the engine has heard, which may be later than the ledger.
+        await pair.cluster.until(lambda: pair.decode.worker.stats().decode.num_remote_done == 6)
         assert pair.prefill.worker.stats().prefill.num_prefills == 6
         # Each request has a connection of its own, so they may reach the two servers in different orders.
         computed, decoded = ([body["prompt"] for body in server.script.bodies] for server in pair.servers)
