@@ -22,6 +22,7 @@ from typing import Any
 from kvrelay.control.base import Lease, WatchEvent, WatchKind
 from kvrelay.control.etcd_channel import RETRY_S, EtcdAddress, EtcdChannel
 from kvrelay.control.etcd_lease import EtcdLease
+from kvrelay.control.held_lease import forget_elsewhere
 from kvrelay.control.unleased import UnleasedEntries
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
 
@@ -88,10 +89,10 @@ class EtcdDiscovery:
         else:
             assert isinstance(lease, EtcdLease), "a lease of another discovery"
             await lease.put(key, value)
-        self._forget(key, except_for=lease)
+        forget_elsewhere(key, self._leases, lease)
 
     async def delete(self, key: str) -> None:
-        self._forget(key)
+        forget_elsewhere(key, self._leases)
         await self.channel.call(self.channel.kv.DeleteRange, self.channel.rpc.DeleteRangeRequest(key=key.encode()))
 
     async def get(self, key: str) -> bytes | None:
@@ -155,12 +156,6 @@ class EtcdDiscovery:
         for lease in self._leases:
             if lease.holds(key):
                 lease.wake()
-
-    def _forget(self, key: str, except_for: Lease | None = None) -> None:
-        """Detach the key from all leases, so that none puts it again."""
-        for lease in self._leases:
-            if lease is not except_for:
-                lease.forget(key)
 
     async def _list(self, prefix: str) -> tuple[dict[str, bytes], int]:
         """Keys and values under ``prefix``, and the store's revision at which they were read."""

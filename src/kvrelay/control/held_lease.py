@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from kvrelay.control.base import KEEPALIVES_PER_LEASE
 from kvrelay.core.clock import next_beat_s
@@ -141,6 +141,13 @@ class HeldLease(ABC):
         self._tell_lost()
         _log.warning("the lease was revoked; its keys are not registered again")
         _run(self._on_revoked)
+
+
+def forget_elsewhere(key: str, leases: Iterable[HeldLease], holder: object = None) -> None:
+    """Detach the key from all of these leases but ``holder``, so that no other one puts it again."""
+    for lease in leases:
+        if lease is not holder:
+            lease.forget(key)
 
 
 def _run(callbacks: Sequence[Callable[[], None]]) -> None:

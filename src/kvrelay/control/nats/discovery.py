@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from kvrelay.control.base import Keys, Lease, WatchEvent, WatchKind
+from kvrelay.control.held_lease import forget_elsewhere
 from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.jetstream import JetStream
@@ -85,10 +86,10 @@ class NatsDiscovery:
         else:
             assert isinstance(lease, NatsLease)
             await lease.put(key, value)
-        self._forget(key, except_for=lease)
+        forget_elsewhere(key, self._leases, lease)
 
     async def delete(self, key: str) -> None:
-        self._forget(key)
+        forget_elsewhere(key, self._leases)
         await self._bucket.delete(key)
 
     async def get(self, key: str) -> bytes | None:
@@ -115,12 +116,6 @@ class NatsDiscovery:
                 yield await queue.get()
         finally:
             del self._watchers[queue]
-
-    def _forget(self, key: str, except_for: Lease | None = None) -> None:
-        """Detach the key from all leases, so that none puts it again."""
-        for lease in self._leases:
-            if lease is not except_for:
-                lease.forget(key)
 
     async def _read(self) -> dict[str, bytes]:
         self.mirror.start()

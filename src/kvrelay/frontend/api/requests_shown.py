@@ -156,9 +156,8 @@ class ShownRequests:
     async def _others(self) -> list[str]:
         """None without a control plane, or if it does not answer."""
         try:
-            async with asyncio.timeout(ASK_TIMEOUT_S):
-                return list(await other_frontends(self._control, self._names, self.name))
-        except (ControlUnavailableError, TimeoutError):
+            return list(await other_frontends(self._control, self._names, self.name, ASK_TIMEOUT_S))
+        except ControlUnavailableError:
             return []
 
     async def _answer(self, data: bytes) -> bytes:

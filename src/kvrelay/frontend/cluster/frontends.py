@@ -102,11 +102,19 @@ def figures_of(reply: bytes) -> FiguresReply | None:
         return None
 
 
-async def other_frontends(control: ControlPlane, keys: Keys, own_id: str) -> dict[str, CallerInfo]:
+async def other_frontends(
+    control: ControlPlane, keys: Keys, own_id: str, within_s: float | None = None
+) -> dict[str, CallerInfo]:
     """The frontends in discovery but this one, by id, at most ``MAX_ASKED``; without entries that cannot be a
-    frontend's, since an id becomes part of a subject. Raises ControlUnavailableError."""
+    frontend's, since an id becomes part of a subject. Raises ControlUnavailableError, also if no
+    answer comes ``within_s``."""
+    try:
+        async with asyncio.timeout(within_s):
+            listed = await control.discovery.list(keys.frontends)
+    except TimeoutError as exc:
+        raise ControlUnavailableError(f"discovery did not answer within {within_s} s") from exc
     found: dict[str, CallerInfo] = {}
-    for key, value in sorted((await control.discovery.list(keys.frontends)).items()):
+    for key, value in sorted(listed.items()):
         name = key.removeprefix(keys.frontends)
         if name == own_id or not (name.isascii() and name.isalnum()) or len(found) == MAX_ASKED:
             continue
@@ -204,9 +212,8 @@ class Frontends(msgspec.Struct, eq=False):
     async def _others(self) -> list[KnownFrontend]:
         """Those in discovery; without a control plane, or if it does not answer, those that were there before."""
         try:
-            async with asyncio.timeout(ASK_TIMEOUT_S):
-                listed = await other_frontends(self._control, self._keys, self.frontend_id)
-        except (ControlUnavailableError, TimeoutError) as exc:
+            listed = await other_frontends(self._control, self._keys, self.frontend_id, ASK_TIMEOUT_S)
+        except ControlUnavailableError as exc:
             _log.debug("cannot list the frontends: %s", exc)
             return [known for name, known in self._known.items() if name != self.frontend_id]
         limit_s = time.monotonic() - GONE_AFTER_S
