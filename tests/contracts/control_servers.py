@@ -15,10 +15,11 @@ from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Discovery, EventBus, Lease, PrefillQueue
 from kvrelay.control.memory import MemoryControlPlane
+from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.event_bus import NatsEventBus
-from kvrelay.control.nats.jetstream import JetStream, JetStreamError
+from kvrelay.control.nats.jetstream import JetStream, JetStreamError, WrongSequenceError
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
 
@@ -26,6 +27,17 @@ ACK_WAIT_S = 30.0
 """Longer than any test that does not set its own."""
 MAX_DELIVERIES = 2
 STORE_FAILED = 10049
+
+
+async def expire_lease(bucket: Bucket, lease_id: str) -> None:
+    """As a keeper does that has not heard the holder, who lives: at once, whatever is in flight."""
+    while True:
+        last = await bucket.last_keepalive(lease_id)
+        assert last is not None
+        try:
+            return await bucket.expire_lease(lease_id, last.seq)
+        except WrongSequenceError:
+            pass  # a keepalive came between
 
 
 class MemoryServer:

@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+from tests.contracts import control_servers
 from tests.patience import PATIENCE_S, noticed
 from tests.rpc.pausing import PausingNetwork
 from tests.transfer.faulty_loopback import FaultyFabric, FaultyTransport
@@ -39,7 +40,7 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsConnection
-from kvrelay.control.nats.jetstream import JetStream, WrongSequenceError
+from kvrelay.control.nats.jetstream import JetStream
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_codec import decode_load
@@ -317,16 +318,10 @@ class Client:
 
 
 async def expire_lease(node: Node, by: Node | None = None) -> str:
-    """As another worker's watch does after a pause: at once, whatever is in flight. Gives the id of the lease."""
+    """As another worker's watch does after a pause. Gives the id of the lease."""
     old = node.lease.lease_id
-    bucket = Bucket(JetStream((by or node).control.connection), "default")
-    while True:
-        last = await bucket.last_keepalive(old)
-        try:
-            await bucket.expire_lease(old, last.seq)
-            return old
-        except WrongSequenceError:
-            pass  # a keepalive came between
+    await control_servers.expire_lease(Bucket(JetStream((by or node).control.connection), "default"), old)
+    return old
 
 
 @dataclass
