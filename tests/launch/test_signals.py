@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -69,6 +70,57 @@ def test_a_closed_terminal_asks_for_a_clean_end(said: tuple[int, int]) -> None:
         os.close(ours)
         assert process.wait(60) == 0
         assert os.read(said[0], 100) == b"ended"
+
+
+PRINTER = """
+import asyncio, logging, os, sys
+from kvrelay.launch.process import on_terminate
+
+async def main():
+    logging.basicConfig()
+    on_terminate(lambda: None)
+    os.write(int(sys.argv[1]), b"ready ")
+    os.read(0, 1)
+    for _ in range(4000):
+        print("lost", flush=True)
+        print("lost", file=sys.stderr)
+        logging.warning("lost")
+    os.write(int(sys.argv[1]), b"ended ")
+    os.read(0, 1)
+    print("a word", flush=True)
+    logging.warning("a line")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("why", ["no reader", "no room", "slow reader"])
+def test_a_process_that_serves_goes_on_when_nothing_takes_what_it_prints(said: tuple[int, int], why: str) -> None:
+    """``serve | head``, or a log on a full disk: it ended with its whole cluster at the next line."""
+    reading, output = os.pipe()
+    go, asked = os.pipe()
+    if why == "no room":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), output)
+    fcntl.fcntl(output, fcntl.F_SETFL, os.O_NONBLOCK)
+    command = [sys.executable, "-c", PRINTER, str(said[1])]
+    process = subprocess.Popen(command, stdin=go, stdout=output, stderr=output, pass_fds=(said[1],))
+    try:
+        for fd in (said[1], output, go) if why == "slow reader" else (said[1], output, go, reading):
+            os.close(fd)
+        assert os.read(said[0], 100) == b"ready "
+        os.write(asked, b".")
+        assert os.read(said[0], 100) == b"ended "
+        if why == "slow reader":
+            assert os.read(reading, 2**20).startswith(b"lost\n"), "the beginning, until the pipe was full"
+        os.write(asked, b".")
+        assert process.wait(60) == 0
+        if why == "slow reader":
+            assert os.read(reading, 2**20).endswith(b"a word\nWARNING:root:a line\n"), "there is room again"
+            os.close(reading)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(asked)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

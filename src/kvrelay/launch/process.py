@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import io
 import logging
 import os
 import signal
@@ -26,13 +27,14 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvrelay.core.tasks import end_tasks
 
 
 def on_terminate(request_end: Callable[[], None]) -> None:
-    """Call ``request_end`` at the first SIGTERM, SIGINT or SIGHUP; end the process at the next SIGTERM or SIGINT.
+    """Call ``request_end`` at the first SIGTERM, SIGINT or SIGHUP; end the process at the next SIGTERM or SIGINT. From
+    now on the process goes on if nothing takes what it prints.
 
     A SIGHUP that our parent ignores stays ignored (``nohup``). One never insists: when a terminal is closed, the kernel
     and the shell both send it.
@@ -46,17 +48,41 @@ def on_terminate(request_end: Callable[[], None]) -> None:
             os._exit(128 + number)
         request_end()
 
-    terminals = terminal_outputs()
-
     def hang_up() -> None:
-        leave_closed_terminals(terminals)
         if not seen:
             handle(signal.SIGHUP)
 
+    _print_or_lose()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle, number)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, hang_up)
+
+
+class _Output(io.FileIO):
+    """stdout or stderr of a process that serves. Its reader may have gone, the terminal may be closed, the disk full:
+    what cannot be written then is lost."""
+
+    def write(self, data: Any, /) -> int:
+        size = memoryview(data).nbytes
+        try:
+            return super().write(data) or size  # nothing, should the reader be slow and the pipe not wait for it
+        except OSError:
+            return size
+
+
+def _print_or_lose() -> None:
+    """Let stdout and stderr of this process be ``_Output``, for its log too."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        before = getattr(sys, name)
+        if type(before) is not io.TextIOWrapper or before.fileno() != number:
+            continue  # in a test
+        buffer = io.BufferedWriter(_Output(number, "wb", closefd=False))
+        stream = io.TextIOWrapper(buffer, before.encoding, before.errors, line_buffering=True)
+        setattr(sys, name, stream)
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                handler.setStream(stream)
 
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -87,21 +113,6 @@ def go_on_below_init() -> None:
                     os._exit(code if code >= 0 else 128 - code)
         elif received.si_code <= 0:  # not from a terminal, which reaches the child by itself
             os.kill(child, received.si_signo)
-
-
-def terminal_outputs() -> list[int]:
-    """Those of stdout and stderr that are a terminal."""
-    return [number for number in (1, 2) if os.isatty(number)]
-
-
-def leave_closed_terminals(terminals: list[int]) -> None:
-    """Discard what is written to ``terminals`` that are closed now: each write would fail."""
-    for number in list(terminals):
-        if not os.isatty(number):
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, number)
-            os.close(nothing)
-            terminals.remove(number)
 
 
 MAX_PUT_OFF_INTERVAL_S = 30.0

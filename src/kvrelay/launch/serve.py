@@ -49,7 +49,7 @@ from kvrelay.launch.children import (
 from kvrelay.launch.clusters import RunningCluster, announced, this_process
 from kvrelay.launch.frontend_calls import http_call
 from kvrelay.launch.nats_supervisor import NatsSupervisor
-from kvrelay.launch.process import leave_closed_terminals, on_terminate, terminal_outputs
+from kvrelay.launch.process import on_terminate
 from kvrelay.launch.request_plane import connected, require_api_key, require_metrics_key
 from kvrelay.launch.worker_calls import list_workers
 from kvrelay.launch.worker_host import WorkerHost, beside
@@ -307,10 +307,7 @@ class LocalCluster:
 
     async def _supervise(self) -> None:
         supervisor = NatsSupervisor(self._nats, MonotonicClock()) if self._nats is not None else None
-        terminals = terminal_outputs()
         while not self._stop.is_set():
-            # Without a hangup, as after ``disown``, what we print would fail later.
-            leave_closed_terminals(terminals)
             for child in self._workers + self.frontends:
                 self.revive(child, time.monotonic())
             self._watch_planner(time.monotonic())
