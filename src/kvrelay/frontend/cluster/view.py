@@ -148,7 +148,7 @@ class ClusterView:
             if not available:
                 raise WorkerUnavailableError("no worker serves a model")
             return available[0]
-        model = self._models.get(name) or self._with_adapter(name) or self._of_known_adapter(name)
+        model = self._known(name)
         if model is None and self._may_come(name):
             raise WorkerUnavailableError(f"this frontend has reached no worker of the model `{name[:200]}` yet")
         if model is None:
@@ -158,6 +158,16 @@ class ClusterView:
         if model.called(name) != name:
             raise WorkerUnavailableError(f"no worker has the adapter `{name}` at the moment")
         return model
+
+    def counted_as(self, name: str | None) -> str:
+        """The model or adapter under which a request for ``name`` is counted: also one that has lost its workers. Empty
+        if it was never served, since names that clients choose must not become series."""
+        model = self._known(name) if name else next(iter(self._models.values()), None)
+        return "" if model is None else model.called(name)
+
+    def _known(self, name: str) -> Model | None:
+        """The model, or that of the adapter, of this name, served or not."""
+        return self._models.get(name) or self._with_adapter(name) or self._of_known_adapter(name)
 
     def _with_adapter(self, name: str) -> Model | None:
         """A model of which ``name`` is an adapter, rather one that is served now."""

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from kvrelay.config import FrontendConfig
 from kvrelay.core.handoff import OrderPolicy
-from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.errors import InvalidInputError, KvrelayError, WorkerUnavailableError
 from kvrelay.frontend.access.access_log import AccessLog
 from kvrelay.frontend.access.admission import Admission
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
@@ -86,8 +86,7 @@ class Pipeline(msgspec.Struct, eq=False):
             size, read_completion, exchange.request.body, self._config.max_prompts, self._check_fields
         )
         exchange.drop_body()
-        model = self._cluster.model(request.model)
-        exchange.request.model = model.called(request.model)
+        model = self._model(exchange, request.model)
         spec_size = 0 if size > INLINE_SIZE and has_short_fields(request) else size
         spec = await self._threads.call(
             spec_size, completion_spec, request, model.tokenizer.default_sampling, self._config.max_n
@@ -149,9 +148,18 @@ class Pipeline(msgspec.Struct, eq=False):
         size = len(exchange.request.body)
         task = await self._threads.call(size, api.read, exchange.request.body, self._check_fields)
         exchange.drop_body()
-        model = self._cluster.model(task.request.model)
-        exchange.request.model = model.called(task.request.model)
-        return task, model, size
+        return task, self._model(exchange, task.request.model), size
+
+    def _model(self, exchange: Exchange, name: str | None) -> Model:
+        """The model of that name, as which the request is counted and answered. Raises ModelNotFoundError,
+        WorkerUnavailableError."""
+        try:
+            model = self._cluster.model(name)
+        except WorkerUnavailableError:
+            exchange.request.model = self._cluster.counted_as(name)
+            raise
+        exchange.request.model = model.called(name)
+        return model
 
     def _chat_spec(self, request: ChatCompletionRequest, model: Model) -> tuple[ChatForm, AnswerSpec]:
         """Raises InvalidInputError."""
