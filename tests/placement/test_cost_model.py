@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -113,6 +114,23 @@ def test_impossible_features_change_nothing() -> None:
     assert fit.coefficients == (1.0, 1.0)
     with pytest.raises(ValueError, match="above zero"):
         RecursiveLeastSquares((1.0, 0.0))
+
+
+def test_what_another_thread_reads_is_never_below_zero() -> None:
+    """Metrics and frontends get the coefficients while the engine's thread adds samples."""
+    lowest: list[float] = []
+
+    class Read(RecursiveLeastSquares):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            with suppress(AttributeError):  # not made yet
+                lowest.append(min(self.coefficients))
+
+    fit = Read((1.0, 1.0))
+    for features, seconds in ((1.0, 0.0), 3.0), ((1.0, 1.0), 1.0), ((1.0, 2.0), 0.1):
+        fit.add(features, seconds)
+    assert fit.coefficients[1] == 0.0, "negative by the samples"
+    assert min(lowest) >= 0.0
 
 
 def test_one_sample_is_believed_where_it_says_something() -> None:

@@ -105,7 +105,7 @@ class RecursiveLeastSquares:
         if not certainty > MIN_CERTAINTY:
             return
         step = error * factor / (1.0 + certainty)
-        self._shares = [share + part * step for share, part in zip(self._shares, along, strict=True)]
+        shares = [share + part * step for share, part in zip(self._shares, along, strict=True)]
         weight = MEMORY - (1.0 - MEMORY) / certainty
         if weight != 0.0:
             scale = 1.0 / (1.0 / weight + certainty)
@@ -113,20 +113,21 @@ class RecursiveLeastSquares:
                 [value - less * part for value, part in zip(line, along, strict=True)]
                 for line, less in zip(self._covariance, [part * scale for part in along], strict=True)
             ]
-        if not math.isfinite(sum(self._shares) + sum(map(sum, self._covariance))):
+        if not math.isfinite(sum(shares) + sum(map(sum, self._covariance))):
             self.num_rejected += 1
             self.begin_anew()
-        elif min(self._shares) < 0.0:
-            self._make_positive()
+        else:
+            # At once: another thread may read them at any time.
+            self._shares = shares if min(shares) >= 0.0 else self._positive(shares)
 
-    def _make_positive(self) -> None:
+    def _positive(self, shares: list[float]) -> list[float]:
         """Set negative coefficients to zero and shift the others by what that says about them (the nearest point, in
         the metric of the covariance). Cutting them off would leave a prediction that no sample supports."""
-        for _ in self._shares:
-            lowest = min(self._shares)
-            at = self._shares.index(lowest)
+        for _ in shares:
+            lowest = min(shares)
+            at = shares.index(lowest)
             line = self._covariance[at]
             if lowest >= -1e-9 or not line[at] > 0.0:
                 break
-            self._shares = [share - part * (lowest / line[at]) for share, part in zip(self._shares, line, strict=True)]
-        self._shares = [max(share, 0.0) for share in self._shares]
+            shares = [share - part * (lowest / line[at]) for share, part in zip(shares, line, strict=True)]
+        return [max(share, 0.0) for share in shares]
