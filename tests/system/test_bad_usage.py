@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.system.serving import kvrelay, kvrelay_here
 
+from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.errors import AddressInUseError, ControlUnavailableError
 from kvrelay.executors.torch.checkpoints import make_model
 
@@ -119,6 +120,15 @@ def test_a_port_in_use():
         line = refused("serve", "--port", str(port), code=AddressInUseError.exit_code)
         assert f"127.0.0.1:{port}" in line
         assert "choose another port" in line
+
+
+def test_a_network_device_that_is_not_there():
+    server = NatsServerProcess()
+    try:
+        command = ("worker", "--engine", "mock", "--control", server.start(), "--ucx-net-devices", "no-device")
+        assert "UCX_NET_DEVICES=no-device (--ucx-tls, --ucx-net-devices)" in refused(*command, code=1)
+    finally:
+        server.stop()
 
 
 def test_a_directory_that_is_no_checkpoint(tmp_path):

@@ -107,8 +107,11 @@ class NixlTransport(Transport):
                 self.staging = PackingBuffer(self._register_buffer)
             return blob
         except self._errors as exc:
+            names = ("UCX_TLS", "UCX_NET_DEVICES")
+            asked = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
             raise FatalError(
-                f"NIXL cannot register the KV pool ({region.num_bytes} bytes on {region.device}): {exc}"
+                f"NIXL cannot register the KV pool ({region.num_bytes} bytes on {region.device}): {exc}; it was asked "
+                f"for {asked or 'any transport'} (--ucx-tls, --ucx-net-devices)"
             ) from exc
 
     def _connect(self, metadata: KvMetadata) -> KvMetadata:

@@ -303,9 +303,10 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
         for kept in step.kept_blocks:
             self.handle(pe.Kept(self._by_name[kept.request_id], kept.block_ids))
         for output in step.outputs if self._by_name else ():
-            if output.finish_reason is FinishReason.ERROR and output.request_id in self._by_name:
-                _log.warning("hand-off %s is not computed: %s", output.request_id, output.error)
-                self.handle(pe.EngineRefused(self._by_name[output.request_id]))
+            # The event loop may forget it between a look and the next.
+            if output.finish_reason is FinishReason.ERROR and (handoff_id := self._by_name.get(output.request_id)):
+                _log.warning("hand-off %s is not computed: %s", handoff_id, output.error)
+                self.handle(pe.EngineRefused(handoff_id))
 
     def _load(self, load: KvLoad) -> None:
         handoff_id = self._by_name.get(load.request_id)
