@@ -240,3 +240,14 @@ def test_the_command_prints_both_errors_and_fails_on_a_difference(
 def test_the_command_needs_a_load_or_a_recording(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate"]) == 2
     assert "--trace FILE" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    core, rng = recorded(Path("/dev/full")), random.Random(4)
+    for number in range(40):  # more than the file buffers
+        core.add_request(a_request(str(number), rng))
+        while core.scheduler.has_work:
+            core.step()
+    core.executor.shutdown()
+    told = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert told == ["--record-steps /dev/full is cut short: No space left on device"]

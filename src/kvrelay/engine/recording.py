@@ -10,7 +10,9 @@ these readings is in the file. An engine that is not recorded knows nothing of t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Annotated, Any, ParamSpec, TypeVar, cast
 
@@ -27,6 +29,8 @@ from kvrelay.engine.step import Executor, ModelOutput, SchedulerOutput, StepOutp
 from kvrelay.errors import ConfigError
 from kvrelay.placement.base import Decision, Objectives, Situation
 from kvrelay.placement.cost import CostPlacement
+
+_log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 1.0
 VERSION = 1
@@ -115,9 +119,11 @@ class HeldClock:
 
 
 class Recorder:
-    """Writes records to ``path``. Raises ConfigError if that is impossible."""
+    """Writes records to ``path``. Raises ConfigError if that is impossible. If it becomes so, the recording ends, and
+    the worker goes on."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
+        self._path = path
         try:
             self._file: IO[bytes] = path.open("wb")
         except OSError as exc:
@@ -133,10 +139,15 @@ class Recorder:
 
     def write(self, record: Record) -> None:
         """Append one line; it is in the file a second later at the latest, if records go on."""
-        self._file.write(self._encoder.encode(record) + b"\n")
-        if self.clock.now() - self._flushed_s >= FLUSH_INTERVAL_S:
-            self._flushed_s = self.clock.now()
-            self._file.flush()
+        if self._file.closed:
+            return
+        try:
+            self._file.write(self._encoder.encode(record) + b"\n")
+            if self.clock.now() - self._flushed_s >= FLUSH_INTERVAL_S:
+                self._flushed_s = self.clock.now()
+                self._file.flush()
+        except OSError as exc:
+            self._cut_short(exc)
 
     def take_answers(self) -> tuple[float | bool | Decision, ...]:
         """The placement's answers in this call or step, which ends."""
@@ -144,7 +155,15 @@ class Recorder:
         return answers
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as exc:
+            self._cut_short(exc)
+
+    def _cut_short(self, reason: OSError) -> None:
+        _log.error("--record-steps %s is cut short: %s", self._path, reason.strerror)
+        with suppress(OSError):
+            self._file.close()
 
 
 class _RecordedExecutor:
