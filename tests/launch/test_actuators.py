@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import subprocess
 import sys
@@ -245,3 +246,27 @@ async def test_an_order_counts_although_its_entry_cannot_be_deleted(
     await end_tasks([running])
     await plane.close()
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_a_machine_that_cannot_start_a_process_now_hears_the_next_order(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker, started = MemoryBroker(), list[WorkerRole]()
+
+    def start(role: WorkerRole) -> None:
+        started.append(role)
+        if len(started) == 1:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock(return_value=broker.plane()))
+    host = WorkerHost(ControlConfig(), "m", 1, list, start)
+    running = asyncio.create_task(host.run_forever())
+    plane = broker.plane()
+    lease = await plane.discovery.grant(60.0)
+    for number in (1, 2):
+        await plane.discovery.put(f"{KEYS.orders(host.host_id)}{number}", b"decode", lease)
+        await eventually(lambda number=number: len(started) == number or running.done())
+    await end_tasks([running])
+    await plane.close()
+    assert len(started) == 2
+    assert "decode worker was not carried out: [Errno 11] Resource temporarily unavailable" in caplog.text

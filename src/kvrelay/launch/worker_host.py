@@ -221,7 +221,10 @@ class WorkerHost:
         if len(self._children()) >= self._slots:
             _log.warning("an order for a %s worker was not carried out: all %d slots are taken", role, self._slots)
             return
-        self._start(WorkerRole(role))
+        try:
+            self._start(WorkerRole(role))
+        except OSError as exc:  # the machine is short of something, and hears the next order
+            _log.warning("an order for a %s worker was not carried out: %s", role, exc)
 
 
 async def _delete(plane: ControlPlane, order: str) -> None:
