@@ -73,6 +73,24 @@ SERVERS = [
 ]
 
 
+@pytest.mark.parametrize("text", ["16.0", "1.6e1"])
+def test_a_whole_number_may_be_written_as_a_float(text):
+    """It is an integer in JSON Schema, and for vLLM; some languages have no other numbers."""
+    body = (
+        b'{"prompt": "x", "model": "m", "max_tokens": %s, "n": 2.0, "seed": -3e0, "temperature": 1.0}' % text.encode()
+    )
+    request = parse_body(body, CompletionRequest)
+    assert (request.max_tokens, request.n, request.seed, request.temperature) == (16, 2, -3, 1.0)
+    assert [type(each) for each in (request.max_tokens, request.n, request.seed)] == [int] * 3
+
+
+@pytest.mark.parametrize("number", ["16.5", "-0.1", "1e-9", "NaN", "1e400", "-1e400", '"16"', "true", "[16.0]"])
+def test_any_other_number_is_refused(number):
+    with pytest.raises(InvalidInputError) as caught:
+        parse_body(b'{"prompt": "x", "n": 1.0, "max_tokens": %s}' % number.encode(), CompletionRequest)
+    assert caught.value.param == (None if number == "NaN" else "max_tokens")
+
+
 @pytest.mark.parametrize(("kind", "params"), CLIENTS)
 def test_every_field_of_the_official_clients_is_named(kind: type[msgspec.Struct], params: Callable[[], Any]) -> None:
     given = get_type_hints(params())

@@ -250,7 +250,7 @@ def parse_body(body: bytes, kind: type[Body], check_fields: FieldsCheck | None =
     try:
         value = _known_fields(reader, body)
         if value is None:
-            value = reader.decoder.decode(body)
+            value, body = _any_fields(reader, body)
             if check_fields is not None:
                 # The decoder skips other fields and does not look for UTF-8 in them.
                 check_fields(kind, _fields.decode(body))
@@ -274,6 +274,22 @@ def _known_fields(reader: _Reader[Body], body: bytes) -> Body | None:
         return reader.strict.decode(body)
     except msgspec.ValidationError:
         return None
+
+
+def _any_fields(reader: _Reader[Body], body: bytes) -> tuple[Body, bytes]:
+    """The request, and the body with 16 where it had 16.0 or 1.6e1 for an integer: JSON has one kind of numbers."""
+    while True:
+        try:
+            return reader.decoder.decode(body), body
+        except msgspec.ValidationError as exc:
+            field = re.fullmatch(r"Expected `int.*, got `float` - at `\$\.(\w+)`", str(exc))
+            if field is None:
+                raise
+            fields = _fields.decode(body)
+            number: float = msgspec.json.decode(fields[field[1]])
+            if not number.is_integer():
+                raise
+            body = msgspec.json.encode(fields | {field[1]: int(number)})
 
 
 MAX_TOOLS = 128
