@@ -417,7 +417,7 @@ def _weighed(fleet: FleetView, objectives: Objectives, state: PlannerState, kind
     """With the evidence of this look. Each kind of change has its own: two of which now one and now the other is the
     better one are both worth it all the time. A look that says otherwise takes back as much as one that agrees gives,
     so that noise does not begin the count anew."""
-    since_s = min(fleet.now_s - state.looked_s, objectives.window_s)
+    since_s = min(max(fleet.now_s - state.looked_s, 0.0), objectives.window_s)
     before = {kind: seconds - since_s for kind, seconds in state.evidence_s.items() if kind not in kinds}
     now = {kind: state.evidence_s.get(kind, -since_s) + since_s for kind in sorted(kinds)}
     left = {kind: seconds for kind, seconds in before.items() if seconds >= 0.0}
