@@ -219,6 +219,8 @@ class PlannerState(msgspec.Struct, frozen=True, kw_only=True):
     """When the evidence was weighed last."""
     backlog: tuple[Backlog, ...] = ()
     """What has waited in the last two windows, since the fleet changed last; the oldest first."""
+    least_share: float = 0.0
+    """Of prefills that only prefill workers compute: seen when they were late, until a decode worker has some again."""
     direction: str = ""
     """Of the last change, at ``changed_s``; ``num_reversals`` counts recent ones against the one before."""
     changed_s: float = -1e9

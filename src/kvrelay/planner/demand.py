@@ -184,7 +184,8 @@ def waits(state: PlannerState, at_s: float, load: Load, window_s: float) -> Plan
     """With what waits at ``at_s``."""
     recent = [each for each in state.backlog if at_s - each.at_s < 2.0 * window_s]
     latest = Backlog(at_s, load.waiting_tokens, load.waiting_answers)
-    return msgspec.structs.replace(state, backlog=(*recent, latest))
+    least_share = min(state.least_share, load.pulled) if load.waiting_tokens else state.least_share
+    return msgspec.structs.replace(state, backlog=(*recent, latest), least_share=least_share)
 
 
 def stands(backlog: Sequence[Backlog], objectives: Objectives) -> tuple[float, float]:
