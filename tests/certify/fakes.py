@@ -268,7 +268,7 @@ class FakeRank(RankTransport):
 
     def __init__(self, inner: FakeTransport, region: MemoryRegion, stride: int) -> None:
         self.inner, self._own, self._stride = inner, region, stride
-        self.name, self.has_bar, self.memory = inner.name, False, None
+        self.name, self.has_bar, self.has_windows, self.memory = inner.name, False, False, None
 
     def register(self, region: MemoryRegion) -> bytes:
         agent = self.inner.register(self._own)

@@ -32,6 +32,7 @@ from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.handoff.prefill_state import PrefillCounters
+from kvrelay.planner.report import PlannerReport
 from kvrelay.transfer.stats import StatsCounter, TransferStats
 from kvrelay.version import __version__
 from kvrelay.worker.reporting.metrics import WorkerMetrics, WorkerStats
@@ -452,6 +453,7 @@ def exported() -> set[str]:
     frontend = FrontendMetrics()
     frontend.workers_of = lambda: {"m": 1}
     frontend.rejections_of = lambda: {"in_flight": 0}
+    frontend.planners_of = lambda: [PlannerReport(planner_id="a", host="h", pid=1, started_unix=1.0, mode="act")]
     text = frontend.render().decode() + WorkerMetrics(lambda: stats).render().decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 

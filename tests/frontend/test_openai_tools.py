@@ -11,6 +11,7 @@ from tests.frontend.doubles import EOS, FakeCluster, Script, byte_level_tokenize
 from tests.frontend.raw_http import events, send
 from tests.lazily import openai
 
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.core.messages import SessionPaused
 from kvrelay.planner import Traffic
 
@@ -99,7 +100,7 @@ async def test_a_prefetch_asks_the_worker_for_no_answer(model_dir: Path, is_stre
         "/v1/responses": {"input": "x"},
         "/v1/messages": {"messages": [USER], "max_tokens": 5},
     }
-    async with running(model_dir, script("never said")) as cluster:
+    async with running(model_dir, script("never said"), order=OrderPolicy.PREFILL_FIRST) as cluster:
         assert cluster.frontend is not None
         port, worker, hints = cluster.frontend.port, cluster.workers["w0"], {"prefetch": True, "tool": "bash"}
         for path, body in bodies.items():
@@ -113,6 +114,7 @@ async def test_a_prefetch_asks_the_worker_for_no_answer(model_dir: Path, is_stre
         counts = cluster.frontend.metrics.of("tiny")
         assert counts.traffic == Traffic(), "a planner must not make room for prompts that no one computes"
         assert (counts.num_in_time, sum(counts.latencies.ttft.counts), sum(counts.duration.counts)) == (0, 0, 0)
+        assert not cluster.frontend.cluster.count_places(), "no prefill was placed"
 
 
 @pytest.mark.parametrize("per_output", [1, 4, 1000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.core.handoff import HandoffOrder
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.base import EndReason, RefusalReason, Registered, Tick
 from kvrelay.handoff.decode_ledger import DecodeLedger
@@ -34,6 +35,11 @@ class Requests:
 
     def open(self, name: str, now_s: float) -> None:
         self.handle(de.Opened(name, name, (0, 1), 0, 8), now_s)
+
+    def open_pair(self, name: str, now_s: float, worker_id: str = "bad") -> None:
+        """The other half is that worker's."""
+        order = HandoffOrder.PREFILL_FIRST
+        self.handle(de.Opened(name, name, (0, 1), 0, 8, order, claimant=worker_id), now_s)
 
     def claim(self, name: str, now_s: float, worker_id: str = "bad") -> None:
         self.handle(de.Claimed(HandoffClaim(name, worker_id, "same", term=1), f"to {worker_id}"), now_s)
@@ -99,6 +105,34 @@ def test_everything_else_that_it_holds_is_computed_here_at_the_same_moment(fail)
             requests.progress(name, second)
     fail(requests, "h1", 30.0)
     assert requests.here.keys() == {"h0", "h1", "h2", "h3"}
+
+
+def test_a_pair_does_not_wait_for_its_avoided_half() -> None:
+    """A frontend does not know that the decode worker avoids it, and its claim comes only when it has begun."""
+    requests = Requests()
+    for number, now_s in enumerate((0.0, 20.0)):
+        requests.begin(f"h{number}", now_s)
+        requests.open_pair(f"waits{number}", now_s + 5.0)
+        assert f"waits{number}" not in requests.here
+        silent(requests, f"h{number}", now_s)
+    assert requests.here["waits1"] == EndReason.CLAIMANT_AVOIDED
+    requests.open_pair("new", 31.0)
+    requests.open_pair("fine", 31.0, "good")
+    assert requests.here["new"] == EndReason.CLAIMANT_AVOIDED
+    assert "fine" not in requests.here
+
+
+def test_an_avoided_half_that_claims_before_the_request_has_blocks_is_refused_at_once() -> None:
+    requests = Requests()
+    for number, now_s in enumerate((0.0, 20.0)):
+        requests.begin(f"h{number}", now_s)
+        silent(requests, f"h{number}", now_s)
+    requests.handle(de.Expected("early", "bad"), 31.0)
+    claim = HandoffClaim("early", "bad", "same", term=1, order=HandoffOrder.PREFILL_FIRST)
+    requests.handle(de.Claimed(claim, "to bad"), 31.0)
+    assert requests.refused["early"] == RefusalReason.AVOIDED
+    requests.open_pair("early", 65.0)
+    assert "early" in requests.here, "it has been told so, and claims no more"
 
 
 def test_done_makes_up_for_a_failure() -> None:

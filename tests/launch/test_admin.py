@@ -71,6 +71,9 @@ def test_kv_tiers_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "d-1 KV tiers: 9 prompts loaded, 2 not worth it, 0 failed, 2.6 s saved; " in shown
     assert "host: 162 blocks loaded, 152 stored, 3 missed, 4 dropped" in shown
+    stats.counts.saved_s = -0.04
+    status_table({"prefill_queue_size": 0, "workers": [status_of("d-1") | {"kv_tiers": msgspec.to_builtins(stats)}]})
+    assert ", 0.0 s saved; " in capsys.readouterr().out
     status_table({"prefill_queue_size": 0, "workers": [status_of("d-1") | {"kv_tiers": None}]})
     assert "KV tiers" not in capsys.readouterr().out
 

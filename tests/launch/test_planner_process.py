@@ -239,6 +239,37 @@ def test_usage_that_no_process_can_have_is_unreadable() -> None:
     assert read_reports({"a": msgspec.json.encode(good)}) == [good]
 
 
+async def test_a_newcomer_whose_clock_is_behind_does_not_take_over() -> None:
+    broker = MemoryBroker()
+    deciding, newcomer = Running(broker, "act"), Running(broker, "act")
+    first = await deciding.start(2.0)
+    await first.tick()
+    second = await newcomer.start(1.0)
+    for _ in range(4):
+        await second.tick()
+        await first.tick()
+    assert first.report.is_leader
+    assert second.report.problem == f"planner {first.report.planner_id} decides"
+    assert (deciding.notes.widened, newcomer.notes.widened) == (["p0"], [])
+    await deciding.plane.close()
+    await newcomer.plane.close()
+
+
+async def test_of_two_planners_that_both_decide_one_resigns() -> None:
+    """Each has begun without a sight of the other."""
+    broker = MemoryBroker()
+    running = [Running(broker, "act"), Running(broker, "act")]
+    planners = [await one.start(start) for one, start in zip(running, (1.0, 2.0))]
+    for planner in planners:
+        planner.report = msgspec.structs.replace(planner.report, is_leader=True)
+        await planner.register()
+    for planner in planners:
+        await planner.tick()
+    assert [planner.report.is_leader for planner in planners] == [True, False]
+    for one in running:
+        await one.plane.close()
+
+
 async def test_the_oldest_of_two_planners_decides_and_the_other_takes_over() -> None:
     broker = MemoryBroker()
     older, newer = Running(broker, "act"), Running(broker, "act")

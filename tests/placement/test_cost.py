@@ -355,6 +355,15 @@ def test_pairs_of_a_frontend_wait_before_what_this_worker_sends_away() -> None:
     assert placement.decide(IDLE).remote_s == pytest.approx(before.remote_s)
 
 
+def test_the_line_here_is_part_of_the_wait_that_a_frontend_tells() -> None:
+    """100,000 tokens wait here, and all the way they are the 1 s that a frontend tells, which has sent them. So the
+    line's end waits 1 s for the other side, and more than 1.4 s for this one; counted twice it would be 2 s."""
+    line = replace(IDLE, num_here=140_000, num_line=100_000, num_remote_prefills=MIN_WINDOW)
+    assert decide(line, REMOTE, ONE, 1000.0, told_wait_s=1.0).place is None
+    untold = replace(line, num_remote_tokens=100_000)
+    assert decide(untold, REMOTE, ONE, 1000.0).place is PrefillPlace.LOCAL_CHEAPER, "what was sent before it: 2 s"
+
+
 def test_a_step_is_late_by_the_time_of_a_token() -> None:
     """With 1,500 prompt tokens it takes 18.2 ms, beside an objective of 10 ms for each token of the eight answers."""
     one, several, two = (

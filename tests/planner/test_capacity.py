@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.planner.toy import COST, OBJECTIVES
 
 from kvrelay.core.step_cost import StepCost
-from kvrelay.planner.capacity import Load, Shape, Worker, assess
+from kvrelay.planner.capacity import Load, Shape, Worker, assess, standing
 
 WORKER = Worker(cost=COST, kv_tokens=262_144, spread=0.03)
 loads = st.builds(
@@ -114,6 +114,23 @@ def test_a_backlog_counts() -> None:
             assess(Shape(1, 1), worse, WORKER, OBJECTIVES).lateness
             > assess(Shape(1, 1), load, WORKER, OBJECTIVES).lateness
         )
+
+
+def test_a_backlog_that_stands_is_drained_by_more_workers_only() -> None:
+    """100 prompts wait, by the costs for workers that are hardly busy."""
+    load = Load(
+        requests_per_s=1.0, uncached_tokens=2000, prompt_tokens=2000, answer_tokens=50, waiting_tokens=2e5, pulled=1.0
+    )
+    stood = standing(Shape(1, 3), load, WORKER, OBJECTIVES, 1.0, 0.0)
+    now, more_decode, more_prefill = (
+        assess(shape, stood, WORKER, OBJECTIVES) for shape in (Shape(1, 3), Shape(1, 4), Shape(2, 3))
+    )
+    wait_s = 100 * COST.prefill_seconds(2000)
+    assert now.ttft_s > wait_s
+    assert more_decode.lateness == pytest.approx(now.lateness, rel=0.05), "they do not take these prefills"
+    assert more_prefill.lateness < now.lateness / 2
+    free = standing(Shape(1, 3), msgspec.structs.replace(load, pulled=0.0), WORKER, OBJECTIVES, 1.0, 0.0)
+    assert free.least_share == 0.0
 
 
 def test_a_worker_that_does_both_pulls_prefills_into_its_answers() -> None:

@@ -9,7 +9,8 @@ from tests.planner.toy import OBJECTIVES, loaded, steady, workers
 
 from kvrelay.core.events import TokenCounts
 from kvrelay.planner import Demand, FleetView, PlannerState, Traffic, generated_since
-from kvrelay.planner.demand import MAX_WINDOWS, growth, heard, last_change, load_of, total, trend
+from kvrelay.planner.base import Backlog
+from kvrelay.planner.demand import MAX_WINDOWS, growth, heard, last_change, load_of, stands, total, trend, waits
 
 
 def poisson(rng: np.random.Generator, rate: float, prompt: float, seconds: float = 2.5) -> Demand:
@@ -47,6 +48,38 @@ def test_samples_are_bounded_and_short_ones_are_joined() -> None:
     seconds = total(state.samples).duration_s
     assert MAX_WINDOWS * OBJECTIVES.window_s <= seconds <= (MAX_WINDOWS + 1) * OBJECTIVES.window_s
     assert len(state.samples) <= 2 * MAX_WINDOWS + 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [
+        ((5000, 5000, 5000, 5000), 1.0),
+        ((4000, 5000, 4000, 5000), 0.8),
+        ((1000, 2000, 3000, 4000), 0.25),  # what has come meanwhile may drain
+        ((5000, 5000, 0, 5000), 0.0),
+        ((5000, 4000, 3000, 2000), 2000 / 500 / 60),  # gone in 4 s, and the horizon is 60 s
+        ((5000, 5000, 5000), 0.0),  # 4 s are no window
+    ],
+)
+def test_what_waits_stands_unless_it_was_gone_or_soon_will_be(tokens: tuple[int, ...], share: float) -> None:
+    """Looks every 2 s."""
+    backlog = [Backlog(2.0 * number, float(count), 0.0) for number, count in enumerate(tokens)]
+    assert stands(backlog, OBJECTIVES) == pytest.approx((share, 0.0))
+
+
+def test_that_decode_workers_take_no_prefills_is_remembered_until_they_do() -> None:
+    """Else a worker that was widened for these prefills would be narrowed once their backlog is gone."""
+    state = PlannerState(least_share=1.0)
+    told = []
+    for on_prefill, on_decode in ((9000, 0), (0, 0), (9000, 6000), (9000, 0)):
+        prefill, decode = workers(1, 1)
+        both = loaded(prefill, num_prefill_tokens=on_prefill), loaded(decode, num_prefill_tokens=on_decode)
+        state = heard(state, steady(1, 3000), OBJECTIVES)
+        load = load_of(FleetView(now_s=0.0, workers=both), state)
+        state = waits(state, 0.0, load, OBJECTIVES.window_s)
+        told.append(state.least_share)
+    # Of 15,000 tokens each worker is at a prompt of 3,000; of the 9,000 that wait 3,000 do at the decode worker.
+    assert told == pytest.approx([1.0, 1.0, 2 / 3, 2 / 3])
 
 
 def test_running_answers_count_before_they_end() -> None:

@@ -216,6 +216,50 @@ def test_long_prompts_widen_first_and_narrow_when_they_have_lasted() -> None:
     assert narrowed_s - widened_s >= 60 * OBJECTIVES.window_s
 
 
+def waiting(fleet: ToyFleet, tokens: int) -> ToyFleet:
+    """So many wait at its first prefill worker."""
+    fleet.fleet["p0"] = loaded(fleet.fleet["p0"], num_prefill_tokens=tokens)
+    return fleet
+
+
+def test_a_backlog_that_stands_is_overload_whatever_the_rate_says() -> None:
+    """Forty users in a closed loop, whose prefills all go to one prefill worker: a prompt of 2,000 tokens takes it 0.44
+    s, so 2 requests come in a second, which the four workers would do easily, and 36 wait for 15 s."""
+    fleet = ToyFleet(workers(1, 3))
+    fleet.fleet["p0"] = loaded(fleet.fleet["p0"], num_prefill_tokens=72_000)
+    run(fleet, steady(2, 2000, 100), 30)
+    at_s, action = fleet.actions[0]
+    assert isinstance(action, Widen)
+    assert at_s <= 3 * OBJECTIVES.window_s + 2 * TICK_S, "one in which it stood, and two of evidence"
+    assert action.numbers.ttft_s > 5 * OBJECTIVES.ttft_s
+    assert action.numbers.ttft_then_s < action.numbers.ttft_s / 2
+
+
+def by_turns(fleet: ToyFleet, *demands: Demand) -> None:
+    """Each counts alone."""
+    for demand in demands * 5:
+        fleet.state = msgspec.structs.replace(fleet.state, samples=())
+        fleet.tick(demand)
+
+
+def test_two_changes_that_are_better_by_turns_are_both_worth_it_all_the_time() -> None:
+    """Now a prefill worker more is better, now a decode worker; neither is the best change for a whole window."""
+    fleet = ToyFleet(workers(1, 1), max_workers=8)
+    by_turns(fleet, steady(4, 3000, 300), steady(4, 2000, 400))
+    at_s, action = fleet.actions[0]
+    assert isinstance(action, Start)
+    assert at_s <= OBJECTIVES.window_s + 2 * TICK_S
+
+
+def test_a_look_that_disagrees_takes_back_one_that_agreed_and_does_not_begin_the_count_anew() -> None:
+    heavy, none = steady(6, 4000, 100), steady(0)
+    fleet = ToyFleet(workers(1, 1), max_workers=3)
+    by_turns(fleet, heavy, none)
+    assert fleet.actions == []
+    by_turns(fleet, heavy, heavy, none)
+    assert isinstance(fleet.actions[0][1], Start)
+
+
 def test_workers_are_started_while_they_help_and_stopped_after_three_quiet_windows() -> None:
     fleet = ToyFleet(workers(1, 1), max_workers=6)
     run(fleet, steady(6), 300)

@@ -111,3 +111,29 @@ def test_after_a_burst_only_what_it_needs_is_left_and_constant_load_changes_noth
     assert {kind for kind, at_s in kinds if at_s >= 50.0} == {Stop}
     assert len([kind for kind, _ in kinds if kind is Start]) == len([kind for kind, _ in kinds if kind is Stop])
     assert kinds[-1][1] < 50.0 + 90.0
+
+
+@pytest.mark.parametrize(("num_users", "kinds"), [(24, [Widen]), (6, [])])
+def test_users_who_wait_for_their_answers_are_overload_if_they_are_many(num_users: int, kinds: list[type]) -> None:
+    """Each sends the next request when the last answer has ended, and all prefills go to one worker, 0.44 s each: it is
+    never asked for more than it gives, and 24 users wait 8 s for a first token. Six wait less than the objective."""
+    always = DisaggConfig(disagg_policy="always", slo_ttft_ms=2000, slo_itl_ms=80)
+    arrivals = [
+        Arrival(
+            time_s=0.0 if number >= num_users else number / num_users,
+            prompt_tokens=2000,
+            answer_tokens=100,
+            after=number - num_users if number >= num_users else None,
+        )
+        for number in range(96)
+    ]
+    cluster = ClusterSpec(prefill=1, decode=3, disagg=always)
+    run = PlannedCluster(cluster, arrivals, SLOW, AIM, interval_s=2.0)
+    result = run.run()
+    assert [type(action) for _, action in run.actions] == kinds
+    if kinds:
+        changed_s = run.actions[0][0]
+        assert changed_s < 30.0
+        late = [request.ttft_s for request in result.requests if request.sent_s < changed_s]
+        soon = [request.ttft_s for request in result.requests if request.sent_s > changed_s + 5.0]
+        assert sum(soon) / len(soon) < 0.5 * sum(late) / len(late)

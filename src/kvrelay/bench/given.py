@@ -92,7 +92,7 @@ def run_options(
             extra=parse_extra(given["extra_body"]),
         ),
         backend=backend,
-        limits=RunLimits(given["duration"], given["drain"]),
+        limits=RunLimits(given["duration"], given["drain"], given.get("timeout", RunLimits().request_s)),
         slo=parse_slo(given["slo"]) if given["slo"] else None,
         warm_up=given["warm_up"],
         seed=given["seed"],

@@ -56,7 +56,7 @@ def planner(
     config_file: Path | None,
     **flags: object,
 ) -> None:
-    """Run a planner of a cluster. kvrelay serve starts one; of several the oldest decides.
+    """Run a planner of a cluster. kvrelay serve starts one; of several one decides.
 
     Example: kvrelay planner --control nats://127.0.0.1:4222 --mode act
     """

@@ -498,9 +498,12 @@ class DecodeHandoff:
             context.conduct.failed(holder.worker_id, context.now_s, context.rules.avoid_s)
 
     def avoid(self, worker_ids: frozenset[str], context: DecodeContext) -> None:
-        """Do not wait for these workers."""
+        """Do not wait for these workers: for what they hold, nor for their half of a pair."""
         holder = self.holder
-        if self.state is DecodeState.GRANTED and holder is not None and holder.worker_id in worker_ids:
+        awaited = self.claimant if self.state is DecodeState.OPEN else None
+        if self.state is DecodeState.GRANTED and holder is not None:
+            awaited = holder.worker_id
+        if awaited in worker_ids:
             self.compute_here(EndReason.CLAIMANT_AVOIDED, context)
 
     def overtaken(self, context: DecodeContext) -> None:

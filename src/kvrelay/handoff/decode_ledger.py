@@ -136,6 +136,8 @@ class DecodeLedger:
             handoff.compute_here(EndReason.RELEASED, context)
         elif self.leases.ended_s(claimant) is not None:
             handoff.compute_here(EndReason.CLAIMANT_LEASE_ENDED, context)
+        elif self.conduct.is_avoided(claimant, context.now_s):
+            handoff.compute_here(EndReason.CLAIMANT_AVOIDED, context)
 
     def _expected(self, event: de.Expected, context: DecodeContext) -> Iterable[DecodeHandoff]:
         self.expected[event.handoff_id] = event
@@ -175,10 +177,13 @@ class DecodeLedger:
             refuse(event, RefusalReason.GIVEN_UP, context)
         elif claim.prefix is not None:
             return self._lend(event, context)
-        elif claim.order is HandoffOrder.PREFILL_FIRST:
-            self._park(event, context)
-        else:
+        elif claim.order is not HandoffOrder.PREFILL_FIRST:
             refuse(event, RefusalReason.UNKNOWN, context)
+        elif self.conduct.is_avoided(claim.prefill_worker_id, context.now_s):
+            refuse(event, RefusalReason.AVOIDED, context)
+            self._decline(claim.handoff_id, claim.prefill_worker_id)
+        else:
+            self._park(event, context)
         return ()
 
     def _lend(self, event: de.Claimed, context: DecodeContext) -> Iterable[DecodeHandoff]:

@@ -157,9 +157,10 @@ def tiers_line(tiers: dict[str, Any]) -> str:
         f"{sum(store['misses'].values())} missed, {sum(store['drops'].values())} dropped"
         for medium, store in tiers["stores"].items()
     )
+    saved_s = round(counts["saved_s"], 1) + 0.0  # never -0.0
     return (
         f"{counts['num_hits']} prompts loaded, {counts['num_not_worth']} not worth it, "
-        f"{counts['num_failed_loads']} failed, {counts['saved_s']:.1f} s saved; {'; '.join(stores)}"
+        f"{counts['num_failed_loads']} failed, {saved_s} s saved; {'; '.join(stores)}"
     )
 
 

@@ -3,7 +3,7 @@
     discovery ─ workers ───────────────────────────────────────────────┐
              └─ frontends ──> what has come, and workers' loads as heard ─┴─> plan ──> log, report, actuator (mode act)
 
-Of several planners the one decides that has been in discovery longest; the others stand by. What the planner cannot
+Of several planners one decides, until its lease ends; the others stand by. What the planner cannot
 reach it leaves as it is: without the control plane, or when this process ends, nothing changes.
 """
 
@@ -115,7 +115,7 @@ class PlannerProcess:
             _log.warning("the planner's estimates are wrong: %s", self.report.doubt)
 
     async def _leader(self) -> str:
-        """The planner that decides: the first by its start. A silent one is gone from discovery with its lease."""
+        """The planner that decides. A silent one is gone from discovery with its lease."""
         reports = read_reports(await self._control.discovery.list(self._keys.planners))
         return reports[0].planner_id if reports else self.report.planner_id
 

@@ -56,8 +56,9 @@ def decide(
     if prefill_load.num_workers <= 0:
         return stay_here(situation.is_here_open, situation.load_s)
     others = max(0, prefill_load.queue_size - situation.num_remote_prefills) * mean_tokens
-    ahead = (situation.num_remote_tokens + others) / prefill_load.num_workers
-    ahead = max(ahead, told_wait_s / max(remote.wait_token_s, MIN_WAIT_TOKEN_S))
+    known = (situation.num_remote_tokens + others) / prefill_load.num_workers
+    told = told_wait_s / max(remote.wait_token_s, MIN_WAIT_TOKEN_S)
+    ahead = max(known, told)
     local_s, local_price = local_cost(situation)
     remote_s, remote_price = _remote(situation, remote, ahead, spread)
     is_window_open = (
@@ -68,7 +69,9 @@ def decide(
         end_cost = local_cost(situation, situation.num_line)[1]
         is_local = situation.is_here_open or end_cost <= remote_price
     else:
-        end_cost = _remote(situation, remote, ahead + situation.num_line / prefill_load.num_workers, spread)[1]
+        # A frontend counts what it has sent: the line here, too.
+        ahead_of_end = max(known + situation.num_line / prefill_load.num_workers, told)
+        end_cost = _remote(situation, remote, ahead_of_end, spread)[1]
         is_local = not is_window_open and local_price < end_cost
     place: PrefillPlace | None = None
     if is_local:

@@ -193,6 +193,14 @@ class Pending(msgspec.Struct, frozen=True, kw_only=True):
     until_s: float
 
 
+class Backlog(msgspec.Struct, frozen=True):
+    """What waited at ``at_s``: tokens for a prefill, and answers for a place beside the running ones."""
+
+    at_s: float
+    tokens: float
+    answers: float
+
+
 class PlannerState(msgspec.Struct, frozen=True, kw_only=True):
     """What the planner remembers between two calls; the first call gets ``PlannerState()``."""
 
@@ -205,9 +213,14 @@ class PlannerState(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[str, ...] = ()
     """Workers whose role was set by hand."""
     pending: Pending | None = None
-    wanted: str = ""
-    """The kind of change that has been the best one since ``wanted_since_s``."""
-    wanted_since_s: float = 0.0
+    evidence_s: dict[str, float] = {}
+    """By kind of change: for how long it has been worth its cost, less the time in which it was not."""
+    looked_s: float = 0.0
+    """When the evidence was weighed last."""
+    backlog: tuple[Backlog, ...] = ()
+    """What has waited in the last two windows, since the fleet changed last; the oldest first."""
+    least_share: float = 0.0
+    """Of prefills that only prefill workers compute: seen when they were late, until a decode worker has some again."""
     direction: str = ""
     """Of the last change, at ``changed_s``; ``num_reversals`` counts recent ones against the one before."""
     changed_s: float = -1e9

@@ -9,7 +9,8 @@ Prefill and decode are two queues that share the workers which take requests ("m
 ``share`` is the one that makes the least lateness, because the decode workers place each prefill by cost (conditional
 disaggregation). Waiting is Allen and Cunneen's approximation of M/G/n (1978) with Sakasegawa's (1977) delay
 probability; its tail is exponential. Beyond SATURATED utilisation a queue has no mean, so the excess grows as a fluid
-over the horizon. Lateness is in seconds of requests per second, and finite and monotone in the load.
+over the horizon. What waits now drains as a fluid, unless it has been seen to stand (``standing``). Lateness is in
+seconds of requests per second, and finite and monotone in the load.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from kvrelay.core.step_cost import MAX_COST_S, StepCost, StepPace, StepWork
 from kvrelay.planner.base import FleetView, Objectives
 
 SATURATED = 0.95
+LEAST_USE = 0.01
+"""Of workers behind which something waits."""
+SHARE_STEP = 0.25
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 TAIL = 2.33
 """Standard deviations to the 99th percentile: the objective between tokens is for that of an answer's gaps."""
@@ -38,8 +42,6 @@ MIN_STEP_S = 1e-6
 """A fit may say that a step without running answers costs nothing."""
 NUM_STEPS = 256
 """Numbers of running answers for which steps are tabulated."""
-NOW = {"requests_per_s": 0.0, "waiting_tokens": 0.0, "waiting_answers": 0.0}
-"""What steps do not depend on."""
 LONG = 1.65
 """Standard deviations to a long prompt, the 95th percentile."""
 
@@ -82,7 +84,11 @@ def shape_of(fleet: FleetView) -> Shape:
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Requests per second; per request the mean tokens to prefill and to answer, and the prompt with its cached part.
     ``variation``: coefficient of variation of the tokens to prefill. ``waiting_tokens`` wait for a prefill now,
-    ``waiting_answers`` requests for a place beside the running ones."""
+    ``waiting_answers`` requests for a place beside the running ones. ``pulled``: the share of those tokens that wait
+    elsewhere than at workers that only decode.
+
+    Of a backlog that stands: with ``standing_tokens`` of 0.2 prefills keep the workers busier by a fifth than their
+    costs say, with ``standing_answers`` answers. At least ``least_share`` of the prefills go to prefill workers."""
 
     requests_per_s: float
     uncached_tokens: float
@@ -91,6 +97,21 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     variation: float = 0.5
     waiting_tokens: float = 0.0
     waiting_answers: float = 0.0
+    pulled: float = 0.0
+    standing_tokens: float = 0.0
+    standing_answers: float = 0.0
+    least_share: float = 0.0
+
+    @property
+    def kind(self) -> Load:
+        """What steps depend on."""
+        return Load(
+            requests_per_s=0.0,
+            uncached_tokens=self.uncached_tokens,
+            prompt_tokens=self.prompt_tokens,
+            answer_tokens=self.answer_tokens,
+            variation=self.variation,
+        )
 
     @property
     def mean_and_long(self) -> tuple[float, float]:
@@ -111,12 +132,13 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     """A shape under a load. ``lateness``: see the module. ``share`` of the prefills on prefill workers. ``ttft_s``:
     of a long prompt, with the mean wait; ``itl_s``: the mean. ``decode_utilisation``: of the objective between tokens,
-    or of slots and KV. ``drain_s``: an answer's time."""
+    or of slots and KV, whose part is ``places``. ``drain_s``: an answer's time."""
 
     lateness: float
     share: float
     prefill_utilisation: float
     decode_utilisation: float
+    places: float
     ttft_s: float
     itl_s: float
     drain_s: float
@@ -130,11 +152,13 @@ def assess(shape: Shape, load: Load, worker: Worker, objectives: Objectives) -> 
             share=1.0,
             prefill_utilisation=0.0,
             decode_utilisation=MAX_COST_S,
+            places=MAX_COST_S,
             ttft_s=MAX_COST_S,
             itl_s=MAX_COST_S,
             drain_s=0.0,
         )
-    shares = SHARES if shape.prefill else (0.0,)
+    least = load.least_share - SHARE_STEP / 2.0
+    shares = [share for share in SHARES if share >= least] if shape.prefill or load.least_share else [0.0]
     return min((_with_share(shape, load, worker, objectives, share) for share in shares), key=lambda it: it.lateness)
 
 
@@ -164,15 +188,39 @@ def _with_share(shape: Shape, load: Load, worker: Worker, objectives: Objectives
     # Missing either objective by 100 % costs the same.
     late_s += objectives.ttft_s * mean(mixed, decode.late_gap_s, both.late_gap_s) / objectives.itl_s
     queue, long_s = (there, there_long_s) if share >= 0.5 else (here, here_long_s)
-    step_s = mean(mixed, decode.step_s, both.step_s)
+    step_s, places = mean(mixed, decode.step_s, both.step_s), max(decode.places, both.places)
     return Assessment(
         lateness=rate * late_s,
         share=share,
         prefill_utilisation=queue.utilisation,
-        decode_utilisation=max(step_s / objectives.itl_s, decode.places, both.places),
+        decode_utilisation=max(step_s / objectives.itl_s, places),
+        places=places,
         ttft_s=long_s + queue.mean_s + late_start_s,
         itl_s=step_s,
         drain_s=load.answer_tokens * step_s,
+    )
+
+
+def standing(shape: Shape, load: Load, worker: Worker, objectives: Objectives, tokens: float, answers: float) -> Load:
+    """The load of a fleet behind which something stands: ``tokens`` and ``answers`` are the shares of what waits that
+    do not become less, 0 to 1.
+
+    A backlog that stands says that the fleet is as busy as it can be, whatever the rate says: clients that send when
+    the last answer has ended (a closed loop) ask for what the fleet gives. Another fleet is then as much busier than
+    its costs say, and drains the backlog by as much as it can do more. And prefills that are late at prefill workers
+    are sent there whatever it costs: the other workers do not help.
+    """
+    mean_s, long_s = (worker.cost.prefill_seconds(_whole(some), chunk=worker.chunk) for some in load.mean_and_long)
+    num_pulled = tokens * load.pulled * load.waiting_tokens / max(load.uncached_tokens, 1.0)
+    if num_pulled * mean_s / max(shape.prefill + shape.both, 1) + long_s > objectives.ttft_s:
+        load = msgspec.structs.replace(load, least_share=load.pulled)
+    now = assess(shape, load, worker, objectives)
+
+    def excess(utilisation: float) -> float:
+        return max(SATURATED / max(utilisation, LEAST_USE) - 1.0, 0.0)
+
+    return msgspec.structs.replace(
+        load, standing_tokens=tokens * excess(now.prefill_utilisation), standing_answers=answers * excess(now.places)
     )
 
 
@@ -243,7 +291,7 @@ def _mixed(num_workers: int, load: Load, worker: Worker, objectives: Objectives,
     most = float(max(worker.num_slots, 1))
     if worker.kv_tokens:
         most = max(min(most, worker.kv_tokens / max(load.prompt_tokens + load.answer_tokens, 1.0)), 1.0)
-    steps = _steps(most, msgspec.structs.replace(load, **NOW), worker, objectives)
+    steps = _steps(most, load.kind, worker, objectives)
 
     def beside(running: float) -> _Step:
         return steps[int(running / most * NUM_STEPS)]
@@ -265,7 +313,7 @@ def _mixed(num_workers: int, load: Load, worker: Worker, objectives: Objectives,
         late_gap_s=with_chunk * max(crowded.chunk_s - limit_s, 0.0)
         + (1.0 - with_chunk) * max(crowded.mean_s(prefills_per_s) - limit_s, 0.0),
         places=places,
-        late_start_s=_fluid(waiting_s, places, objectives.horizon_s),
+        late_start_s=_fluid(waiting_s, places * (1.0 + load.standing_answers), objectives.horizon_s),
         prefill_s=(step.prefill_s, step.long_s),
     )
 
@@ -291,7 +339,7 @@ def _queue(
     num_workers: int, utilisation: float, service_s: float, waiting_s: float, load: Load, objectives: Objectives
 ) -> _Queue:
     """M/G/n. ``waiting_s``: seconds of work that wait now."""
-    fluid_s = _fluid(waiting_s / num_workers, utilisation, objectives.horizon_s)
+    fluid_s = _fluid(waiting_s / num_workers, utilisation * (1.0 + load.standing_tokens), objectives.horizon_s)
     busy = min(utilisation, SATURATED)
     delay = busy ** (math.sqrt(2.0 * (num_workers + 1)) - 1.0)
     scatter = (1.0 + load.variation**2) / 2.0

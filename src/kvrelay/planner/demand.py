@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from statistics import linear_regression
 
 import msgspec
 
-from kvrelay.planner.base import Demand, FleetView, Objectives, PlannerState, WorkerView
+from kvrelay.config import WorkerRole
+from kvrelay.planner.base import Backlog, Demand, FleetView, Objectives, PlannerState, WorkerView
 from kvrelay.planner.capacity import Load
 
 CHANGED = 4.0
@@ -178,6 +180,32 @@ def generated_since(before: Iterable[WorkerView], workers: Iterable[WorkerView])
     return sum(max(now - then, 0) for then, now in pairs if then)
 
 
+def waits(state: PlannerState, at_s: float, load: Load, window_s: float) -> PlannerState:
+    """With what waits at ``at_s``."""
+    recent = [each for each in state.backlog if at_s - each.at_s < 2.0 * window_s]
+    latest = Backlog(at_s, load.waiting_tokens, load.waiting_answers)
+    least_share = min(state.least_share, load.pulled) if load.waiting_tokens else state.least_share
+    return msgspec.structs.replace(state, backlog=(*recent, latest), least_share=least_share)
+
+
+def stands(backlog: Sequence[Backlog], objectives: Objectives) -> tuple[float, float]:
+    """The shares of the waiting tokens and answers that stand: that have waited for a whole window, they or others in
+    their place, and will not be gone within the horizon if it goes on like this."""
+    if backlog[-1].at_s - backlog[0].at_s < objectives.window_s:
+        return 0.0, 0.0
+    times = [each.at_s for each in backlog]
+    return (
+        _standing_share(times, [each.tokens for each in backlog], objectives.horizon_s),
+        _standing_share(times, [each.answers for each in backlog], objectives.horizon_s),
+    )
+
+
+def _standing_share(times: Sequence[float], amounts: Sequence[float], horizon_s: float) -> float:
+    slope = linear_regression(times, amounts).slope
+    left = min(amounts[-1] / -slope / horizon_s, 1.0) if slope < 0.0 else 1.0
+    return left * min(amounts) / max(amounts[-1], 1.0)
+
+
 def load_of(fleet: FleetView, state: PlannerState) -> Load:
     """The load of the whole fleet."""
     seen = total(state.samples)
@@ -192,7 +220,10 @@ def load_of(fleet: FleetView, state: PlannerState) -> Load:
         answers = max(answers, seen.num_generated_tokens / num_requests)
     ready = [worker for worker in fleet.workers if worker.is_ready]
     loads = [worker.load for worker in ready if worker.role.takes_requests]
-    waiting_tokens = sum(worker.load.num_prefill_tokens for worker in ready) + fleet.num_queued_prefill_tokens
+    # Each worker is at a prompt in the best of times.
+    waiting = sum(worker.load.num_prefill_tokens - uncached for worker in ready)
+    kept = sum(worker.load.num_prefill_tokens - uncached for worker in ready if worker.role is WorkerRole.DECODE)
+    waiting, kept = max(waiting + fleet.num_queued_prefill_tokens, 0.0), max(kept, 0.0)
     full = [load.num_waiting for load in loads if load.cache_usage > FULL or load.num_admitted >= load.num_slots > 0]
     return Load(
         requests_per_s=seen.num_requests / seconds,
@@ -200,7 +231,7 @@ def load_of(fleet: FleetView, state: PlannerState) -> Load:
         prompt_tokens=seen.num_prompt_tokens / num_requests,
         answer_tokens=answers,
         variation=math.sqrt(max(seen.sum_squares / num_requests / uncached**2 - 1.0, 0.0)) if uncached else 0.5,
-        # Each worker is at a prompt in the best of times.
-        waiting_tokens=max(waiting_tokens - uncached * len(ready), 0.0),
+        waiting_tokens=waiting,
+        pulled=1.0 - min(kept / waiting, 1.0) if waiting else 0.0,
         waiting_answers=float(sum(full)),
     )

@@ -13,7 +13,7 @@ under way at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -35,8 +35,8 @@ from kvrelay.planner.base import (
     Widen,
     WorkerView,
 )
-from kvrelay.planner.capacity import Assessment, Load, Shape, Worker, assess, shape_of
-from kvrelay.planner.demand import growth, heard, load_of
+from kvrelay.planner.capacity import Assessment, Load, Shape, Worker, assess, shape_of, standing
+from kvrelay.planner.demand import growth, heard, load_of, stands, waits
 
 WARM_STEPS = 32
 """The costs of a worker that has taken fewer are those of its start."""
@@ -77,6 +77,13 @@ class _Option(msgspec.Struct, frozen=True):
     delay_s: float = 0.0
 
 
+class _Worth(msgspec.Struct, frozen=True):
+    """A change that gains more than it costs, now."""
+
+    option: _Option
+    numbers: Numbers
+
+
 ESTIMATED = "by costs of steps that are estimates"
 _OPPOSITE = {"": None, "to prefill": "to decode", "to decode": "to prefill", "more": "less", "less": "more"}
 
@@ -92,14 +99,17 @@ def plan(fleet: FleetView, demand: Demand, objectives: Objectives, state: Planne
     if not fleet.workers:
         return _from_zero(fleet, demand, objectives, state)
     if (option := _to_zero(fleet, objectives, state)) is not None:
-        return _confirm(fleet, objectives, state, option, Numbers())
+        return _confirm(fleet, objectives, state, [_Worth(option, Numbers())])
     if reason := _blind(fleet):
-        return (Hold(reason, Numbers()),), _unwanted(state)
+        return (Hold(reason, Numbers()),), _without_evidence(state)
     worker = _worker(fleet)
     load = load_of(fleet, state)
+    state = waits(state, fleet.now_s, load, objectives.window_s)
     attainable, unmet = _attainable(load, worker, objectives)
     if unmet and unmet.partition(":")[0] != state.told:
-        return (Hold(unmet, Numbers()),), msgspec.structs.replace(_unwanted(state), told=unmet.partition(":")[0])
+        return (Hold(unmet, Numbers()),), msgspec.structs.replace(
+            _without_evidence(state), told=unmet.partition(":")[0]
+        )
     if not unmet:
         state = msgspec.structs.replace(state, told="")
     (action,), state = _choose(fleet, load, worker, attainable, objectives, state)
@@ -139,8 +149,8 @@ def not_begun(fleet: FleetView, before: PlannerState, after: PlannerState) -> Pl
         after,
         roles=after.roles | {worker.worker_id: worker.role for worker in fleet.workers},
         pending=before.pending and after.pending,
-        wanted=after.wanted or before.wanted,
-        wanted_since_s=after.wanted_since_s,
+        evidence_s=after.evidence_s or before.evidence_s,
+        backlog=after.backlog or before.backlog,
         direction=before.direction,
         changed_s=before.changed_s,
         num_reversals=before.num_reversals,
@@ -184,8 +194,9 @@ def _settle(fleet: FleetView, state: PlannerState) -> PlannerState:
     )
 
 
-def _unwanted(state: PlannerState) -> PlannerState:
-    return msgspec.structs.replace(state, wanted="")
+def _without_evidence(state: PlannerState) -> PlannerState:
+    """What was seen before says nothing of what comes."""
+    return msgspec.structs.replace(state, evidence_s={}, backlog=())
 
 
 def _blind(fleet: FleetView) -> str:
@@ -345,13 +356,18 @@ def _choose(
 ) -> tuple[Plan, PlannerState]:
     """``objectives``: those that some fleet can meet; ``given``: what people are told of."""
     shape = shape_of(fleet)
+    load = msgspec.structs.replace(load, least_share=state.least_share)
     now = assess(shape, load, worker, objectives)
+    if any(shares := stands(state.backlog, objectives)):
+        load = standing(shape, load, worker, objectives, *shares)
+        state = msgspec.structs.replace(state, least_share=load.least_share)
+        now = assess(shape, load, worker, objectives)
     hits = sum(worker.load.prefix_hit_rate for worker in fleet.workers) / len(fleet.workers)
     lost_prefix_s = hits * worker.kv_tokens * worker.cost.prefill_token_s
     options = _options(fleet, state, now, shape, DRAIN_MARGIN * (now.drain_s + lost_prefix_s))
     quiet = DEAD_BAND * objectives.ttft_s * load.requests_per_s
     growing = growth(state.samples) * fleet.start_s
-    best: tuple[float, _Option, Numbers] | None = None
+    worth: list[_Worth] = []
     for option in options:
         grown = load
         if isinstance(option.action, Start):
@@ -363,16 +379,15 @@ def _choose(
         cost_s = option.cost_s * 2.0**state.num_reversals
         least = 0.0 if isinstance(option.action, Start) else MIN_SHARE * before.lateness / shape.total
         if saved > max(quiet, least) and saved * seconds > cost_s:
-            numbers = _numbers(load, before, after, saved * seconds, cost_s)
-            if best is None or saved * seconds - cost_s > best[0]:
-                best = (saved * seconds - cost_s, option, numbers)
-    if best is None:
-        best = _stop(fleet, load, worker, objectives, state, shape, now)
-    if best is None:
+            worth.append(_Worth(option, _numbers(load, before, after, saved * seconds, cost_s)))
+    if not worth:
+        worth = _stop(fleet, load, worker, objectives, state, shape, now)
+    state = _weighed(fleet, objectives, state, {each.option.kind for each in worth})
+    if not worth:
         numbers = _numbers(load, now, now, 0.0, 0.0)
         reason = "the objectives are met" if now.lateness <= quiet else _no_help(fleet, numbers, given)
-        return (Hold(reason, numbers),), _forgiving(fleet, objectives, _unwanted(state))
-    return _confirm(fleet, given, state, best[1], best[2])
+        return (Hold(reason, numbers),), _forgiving(fleet, objectives, state)
+    return _confirm(fleet, given, state, worth)
 
 
 def _stop(
@@ -383,7 +398,7 @@ def _stop(
     state: PlannerState,
     shape: Shape,
     now: Assessment,
-) -> tuple[float, _Option, Numbers] | None:
+) -> list[_Worth]:
     """The stop that makes requests least later, if that is hardly at all, now and with more demand. Lateness that no
     fleet can avoid keeps no worker."""
     rate = (load.requests_per_s + growth(state.samples) * fleet.start_s) * HEADROOM
@@ -395,21 +410,44 @@ def _stop(
 
     options = _stops(fleet, state, objectives, shape)
     if not options or lost(option := min(options, key=lost)) > DEAD_BAND * objectives.ttft_s * rate / 2:
-        return None
+        return []
     after = assess(option.then, load, worker, objectives)
-    return 0.0, option, _numbers(load, now, after, 0.0, 0.0)
+    return [_Worth(option, _numbers(load, now, after, 0.0, 0.0))]
+
+
+def _weighed(fleet: FleetView, objectives: Objectives, state: PlannerState, kinds: Collection[str]) -> PlannerState:
+    """With the evidence of this look. Each kind of change has its own: two of which now one and now the other is the
+    better one are both worth it all the time. A look that says otherwise takes back as much as one that agrees gives,
+    so that noise does not begin the count anew."""
+    since_s = min(max(fleet.now_s - state.looked_s, 0.0), objectives.window_s)
+    before = {kind: seconds - since_s for kind, seconds in state.evidence_s.items() if kind not in kinds}
+    now = {kind: state.evidence_s.get(kind, -since_s) + since_s for kind in sorted(kinds)}
+    left = {kind: seconds for kind, seconds in before.items() if seconds >= 0.0}
+    return msgspec.structs.replace(state, looked_s=fleet.now_s, evidence_s=left | now)
 
 
 def _confirm(
-    fleet: FleetView, objectives: Objectives, state: PlannerState, option: _Option, numbers: Numbers
+    fleet: FleetView, objectives: Objectives, state: PlannerState, worth: Sequence[_Worth]
 ) -> tuple[Plan, PlannerState]:
-    """The change, once it has been the best one for as many windows as its kind needs."""
-    if state.wanted != option.kind:
-        state = msgspec.structs.replace(state, wanted=option.kind, wanted_since_s=fleet.now_s)
-    wait_s = option.num_windows * objectives.window_s * 2.0**state.num_reversals
-    since_s = fleet.now_s - state.wanted_since_s
-    if since_s < wait_s:
-        reason = f"{option.kind} is the best change since {since_s:.0f} s; it needs {wait_s:.0f} s"
+    """The best change of those for which there is enough evidence; or nothing, if a better one has it within a window.
+    The best one of all may need minutes of it: until then it only excludes changes in the opposite direction."""
+
+    def needs_s(one: _Worth) -> float:
+        return one.option.num_windows * objectives.window_s * 2.0**state.num_reversals
+
+    def missing_s(one: _Worth) -> float:
+        return needs_s(one) - state.evidence_s.get(one.option.kind, 0.0)
+
+    def gain_s(one: _Worth) -> float:
+        return one.numbers.gain_s - one.numbers.cost_s
+
+    opposite = _OPPOSITE[max(worth, key=gain_s).option.direction]
+    soon = [one for one in worth if missing_s(one) <= objectives.window_s and one.option.direction != opposite]
+    best = max(soon or worth, key=gain_s)
+    option, numbers = best.option, best.numbers
+    if missing_s(best) > 0.0:
+        seconds = state.evidence_s.get(option.kind, 0.0)
+        reason = f"{option.kind} is worth its cost since {seconds:.0f} s; it needs {needs_s(best):.0f} s"
         return (Hold(reason, numbers),), _forgiving(fleet, objectives, state)
     reason = f"{option.kind}: {_told(option, numbers, objectives)}" if numbers != Numbers() else option.kind
     action = msgspec.structs.replace(option.action, reason=reason, numbers=numbers)
@@ -430,7 +468,7 @@ def _begun(fleet: FleetView, state: PlannerState, option: _Option) -> PlannerSta
         roles[worker_id] = role
     is_reversal = state.direction == _OPPOSITE[option.direction]
     return msgspec.structs.replace(
-        state,
+        _without_evidence(state),
         roles=roles,
         pending=Pending(
             worker_id=worker_id,
@@ -439,7 +477,6 @@ def _begun(fleet: FleetView, state: PlannerState, option: _Option) -> PlannerSta
             known=tuple(worker.worker_id for worker in fleet.workers),
             until_s=fleet.now_s + limit_s,
         ),
-        wanted="",
         direction=option.direction,
         changed_s=fleet.now_s,
         num_reversals=min(state.num_reversals + is_reversal, MAX_REVERSALS),

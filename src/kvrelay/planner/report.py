@@ -115,10 +115,14 @@ _decoder = msgspec.json.Decoder(PlannerReport)
 
 
 def read_reports(entries: Mapping[str, bytes]) -> list[PlannerReport]:
-    """Of all planners in discovery, the one that decides first. Unreadable ones are left out."""
+    """Of all planners in discovery, the one that decides first. Unreadable ones are left out.
+
+    The one that decides goes on. Clocks of several machines differ, so the start of a planner counts only between
+    those that all decide, or of which none does.
+    """
     found: list[PlannerReport] = []
     for value in entries.values():
         with suppress(*UNREADABLE):
             if len(value) <= MAX_BYTES:
                 found.append(_decoder.decode(value))
-    return sorted(found, key=lambda report: (report.started_unix, report.planner_id))
+    return sorted(found, key=lambda report: (not report.is_leader, report.started_unix, report.planner_id))

@@ -86,6 +86,8 @@ class Transport(ABC):
     name: str
     has_bar = False
     """Whether ``bar`` knows more than True. Then the end of a lease must wait for it."""
+    has_windows = False
+    """Whether this process puts peers' bytes into place, within windows. Else ``open_window`` has nothing to do."""
     late_s = 0.0
     """For how long bytes of a write that has failed may still land in the peer's memory."""
     wake_fds: tuple[int, ...] = ()
@@ -171,8 +173,7 @@ class Transport(ABC):
         """Undo ``bar``."""
 
     def open_window(self, window: MemoryWindow) -> None:  # noqa: B027
-        """The peer may touch these blocks, if this process puts peers' bytes into place: else peers reach our memory
-        without us, and nothing is to do. From any thread."""
+        """The peer may touch these blocks. From any thread."""
 
     def close_window(self, handoff: str, loan: int) -> None:  # noqa: B027
         """The blocks of ``loan`` are touched no more. Waits for a copy that is under way: milliseconds. From any

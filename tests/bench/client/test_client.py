@@ -102,6 +102,14 @@ def test_open_loop_sends_on_time_and_mixes_are_apart(scripted: Scripted) -> None
     assert run.report.complete
 
 
+def test_a_request_that_hangs_fails_and_the_run_without_a_duration_ends(scripted: Scripted) -> None:
+    """It has sent a token before."""
+    with scripted(first_s=0.001, gap_s=3600) as server:
+        run = serve(server, spec(num_requests=3), limits=RunLimits(request_s=0.2))
+    failed = (Outcome.FAILED, "no whole answer within 0.2 s (--timeout)")
+    assert [(record.outcome, record.error) for record in run.result.records] == [failed] * 3
+
+
 def test_run_ends_with_its_time_and_cuts_off_what_hangs(scripted: Scripted) -> None:
     with scripted(first_s=0.001, gap_s=3600) as server:
         run = serve(server, spec(num_requests=None), limits=RunLimits(time_limit_s=1.0, drain_s=0.2))

@@ -223,6 +223,16 @@ async def test_objectives_and_the_decision_travel_in_headers(model_dir: Path) ->
                 assert name in wrong.body.decode()
 
 
+async def test_a_prompt_counts_once_for_each_choice_and_once_in_the_usage(model_dir: Path) -> None:
+    """As in vLLM, where each choice is a request of the engine: the counter tells what workers prefill."""
+    async with running(model_dir, Script(tuple(FOX))) as cluster:
+        body = {"prompt": FOX, "max_tokens": 3, "n": 2}
+        answer = await send(cluster.frontend.port, "POST", "/v1/completions", body)
+        assert msgspec.json.decode(answer.body)["usage"]["prompt_tokens"] == len(FOX)
+        text = (await send(cluster.frontend.port, "GET", "/metrics")).body.decode()
+        assert f'kvrelay_prompt_tokens_total{{model="tiny"}} {2.0 * len(FOX)}' in text.splitlines()
+
+
 async def test_headers_metrics_and_documents(model_dir: Path) -> None:
     async with running(model_dir, Script(tuple(FOX), cached=2)) as cluster:
         port = cluster.frontend.port

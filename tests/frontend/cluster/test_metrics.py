@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvrelay.core.status import RefusalKind
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.placement.base import PrefillPlace
+from kvrelay.planner.report import PlannerReport
 
 
 def samples(metrics: FrontendMetrics, family: str) -> dict[tuple[str, ...], float]:
@@ -52,6 +53,18 @@ def test_own_rejections_and_pairs_are_counted_where_they_are_decided() -> None:
     metrics.workers_of = lambda: {}
     assert samples(metrics, "kvrelay_rejections") == {("in_flight",): 3.0}
     assert samples(metrics, "kvrelay_pair_placements") == {("m", "local_short"): 2.0}
+
+
+def test_changes_are_counted_for_each_planner_whichever_decides() -> None:
+    """A counter of the one that decides would fall when another one takes over."""
+    first, second = (
+        PlannerReport(planner_id=name, host="h", pid=1, started_unix=1.0, mode="act", num_changes=count)
+        for name, count in (("a", 7), ("b", 0))
+    )
+    metrics = FrontendMetrics()
+    for reports in ([first, second], [second, first]):
+        metrics.planners_of = lambda reports=reports: reports  # type: ignore[misc]
+        assert samples(metrics, "kvrelay_planner_changes") == {("a",): 7.0, ("b",): 0.0}
 
 
 def test_what_vllm_tells_too_has_its_name_and_labels_on_request() -> None:

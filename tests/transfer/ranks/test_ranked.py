@@ -26,6 +26,7 @@ from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.channel import Channel
 from kvrelay.transfer.ranks.link import RankLink, RankLinks, RankTransport
 from kvrelay.transfer.ranks.messages import FromRank, RankMemory
+from kvrelay.transfer.ranks.splitting import RankCut
 from kvrelay.transfer.ranks.transport import RankedTransport
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.values import Pieces, TransferOp
@@ -413,6 +414,13 @@ def test_every_rank_enforces_the_window(stack: contextlib.ExitStack) -> None:
     taker.admit("p")
     taker.close_window("d#1", 7)
     assert "no such grant is open" in str(write([3, 4]).error)
+
+
+def test_ranks_that_peers_reach_by_themselves_get_no_window(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cutting one for each rank costs every grant a time."""
+    monkeypatch.setattr(RankCut, "windows", lambda *_: pytest.fail("a window was cut"))
+    held.transport.open_window(MemoryWindow(RemoteKey("d#1", 1), 7, "p", (), (3, 4), 1, 1))
+    held.transport.close_window("d#1", 7)
 
 
 def test_a_worker_that_moves_all_by_itself_is_woken_by_its_transport(stack: contextlib.ExitStack) -> None:

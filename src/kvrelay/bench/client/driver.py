@@ -31,13 +31,15 @@ WARM_UP_LIMIT_S = 300.0
 
 
 class RunLimits(msgspec.Struct, frozen=True):
-    """``time_limit_s`` ends the sending. Requests in flight then have ``drain_s`` to end, or else are cut off.
+    """``time_limit_s`` ends the sending. Requests in flight then have ``drain_s`` to end, or else are cut off. One that
+    has no whole answer after ``request_s`` has failed, so that a server that hangs does not hold up the run for ever.
 
     After ``max_failures`` failures in a row the run ends: the server is down.
     """
 
     time_limit_s: float | None = None
     drain_s: float = 60.0
+    request_s: float = 3600.0
     max_failures: int = 200
 
 
@@ -182,8 +184,13 @@ class LoadDriver:
 
     async def _one(self, class_name: str, body: bytes, prompt_len: int | None, due_ns: int) -> None:
         recorder = StreamRecorder(class_name, prompt_len, due_ns)
+        limit_s = self._limits.request_s
         try:
-            record = await run_stream(self._pool, self._options.endpoint, body, recorder)
+            async with asyncio.timeout(limit_s):
+                record = await run_stream(self._pool, self._options.endpoint, body, recorder)
+        except TimeoutError:
+            error = f"no whole answer within {limit_s:g} s (--timeout)"
+            record = recorder.record(Outcome.FAILED, time.perf_counter_ns(), error)
         except asyncio.CancelledError:
             record = recorder.record(Outcome.CUT_OFF, time.perf_counter_ns())
         self._records.append(record)

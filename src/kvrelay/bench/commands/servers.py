@@ -36,6 +36,7 @@ from kvrelay.cli.processes import run_async
 )
 @click.option("--duration", type=float, help="Seconds after which no new request is sent; default: none.")
 @click.option("--drain", type=GRACE, default=60.0, help="Seconds that requests in flight then have.")
+@click.option("--timeout", type=SCALE, default=3600.0, help="Seconds after which a request has failed.")
 @click.option("--warm-up", type=COUNT, default=4, help="Unmeasured requests of each class at first.")
 @click.option("--seed", type=int, default=0)
 @click.option("--slo", metavar="LIMITS", help="Goodput limits in ms: ttft=200,tpot=20,itl=50; default: none.")

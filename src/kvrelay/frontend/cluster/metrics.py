@@ -293,7 +293,7 @@ def _load_gauges(loads: Sequence[tuple[str, LoadMetrics]]) -> Iterator[Metric]:
 
 
 def _planner_metrics(reports: Sequence[PlannerReport]) -> Iterator[Metric]:
-    """Of the planner that decides."""
+    """Of the planner that decides; changes of each, or the counter would fall when another one decides."""
     yield GaugeMetricFamily("kvrelay_planners", "Planners in discovery; one decides.", value=len(reports))
     leader = reports[0] if reports else None
     action = leader.actions[0] if leader is not None and leader.actions else None
@@ -304,8 +304,9 @@ def _planner_metrics(reports: Sequence[PlannerReport]) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "kvrelay_planner_lateness_ratio", "Expected seconds beyond the objectives, per second.", value=lateness
     )
-    changes = leader.num_changes if leader is not None else 0
-    yield CounterMetricFamily("kvrelay_planner_changes", "Actions that the planner has carried out.", value=changes)
+    text = "Actions that each planner has carried out since its start."
+    changes = {(report.planner_id,): report.num_changes for report in reports}
+    yield _family("kvrelay_planner_changes", text, ("planner",), changes)
 
 
 def _by_model(name: str, text: str, counts: Mapping[str, int], kind: _Kind = CounterMetricFamily) -> Metric:

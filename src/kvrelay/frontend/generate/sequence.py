@@ -42,7 +42,7 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.frontend.cluster.cold_start import RETRY_AFTER_S
-from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.metrics import FrontendMetrics, ModelMetrics
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.cluster.pairs import PrefillHalf, paired_request
 from kvrelay.frontend.cluster.worker_link import WorkerLink, contradicts, unseen_part
@@ -119,14 +119,15 @@ class Sequence:
         self._request_id, self._spec, self._model = asked.request_id, spec, model
         self._text = AnswerText(spec, model.tokenizer, sampling.min_tokens, prompt.token_ids)
         self._listener, self._metrics = asked.listener, metrics
-        self._counts = metrics.of(model.name)
-        if not sampling.is_prefetch:
-            self._counts.traffic.arrived(len(prompt.token_ids))
+        # No prompt is computed for a prefetch, and no one waits for an answer: its counts are thrown away.
+        self._counts = ModelMetrics(metrics.objectives) if sampling.is_prefetch else metrics.of(model.name)
+        self._counts.traffic.arrived(len(prompt.token_ids))
         self._gaps: Histogram
         """Where the times between its tokens count: of the worker that computes it, once it has told a token."""
         self._gap_s, self._num_gaps = 0.0, 0
         """Of the latest tokens that came at another time than those before, how many, and the time of each."""
-        self._migration_limit, self._order, self._trace = asked.migration_limit, asked.order, asked.trace
+        self._migration_limit, self._trace = asked.migration_limit, asked.trace
+        self._order = OrderPolicy.DECODE_FIRST if sampling.is_prefetch else asked.order
         self._tokens_at_once = 1 if spec.stops else asked.listener.tokens_at_once
         self._traced = 0
         """The attempt's number in the trace."""
@@ -452,8 +453,6 @@ class Sequence:
         if self._spec.explain:
             self.decision = output.decision if self._ways is None else self._ways.explained(output.decision)
         self.prompt_logprobs = output.prompt_logprobs
-        if self.sampling.is_prefetch:
-            return
         told_by = self.worker_id if link is None else link.info.worker_id
         self._counts.first_token(self.ttft_s, len(self.prompt_token_ids), self.num_cached_tokens, told_by)
 
@@ -503,8 +502,6 @@ class Sequence:
                 self._ended_on = self._link
             self._link = None
         self._leave_router()
-        if self.sampling.is_prefetch:  # no prompt was computed, and nobody waits for an answer
-            return
         num_tokens, ttft_s = len(self.output_token_ids), self.ttft_s
         self._counts.ended(num_tokens, duration_s)
         if duration_s is not None and ttft_s is not None:

@@ -53,6 +53,7 @@ class P2pTransport(Transport):
 
     name = "p2p"
     has_bar = True
+    has_windows = True
 
     def __init__(self, config: TransferConfig, worker_id: str, address: P2pAddress = LOOPBACK) -> None:
         super().__init__(worker_id)

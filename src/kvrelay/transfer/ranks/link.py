@@ -84,7 +84,7 @@ class RankTransport(Transport):
         self.name = config.transport
         self.has_bar = config.transport != "nixl"
         self.late_s = LATE_S if config.transport in ("nixl", "auto") else 0.0
-        self._is_p2p = config.transport == "p2p"
+        self.has_windows = config.transport == "p2p"
         self.memory: RankMemory | None = None
         """Once it is registered."""
         self._link = link
@@ -137,12 +137,10 @@ class RankTransport(Transport):
         self._ask_if_alive(Call("admit", (worker_id,)))
 
     def open_window(self, window: MemoryWindow) -> None:
-        if self._is_p2p:
-            self._ask_if_alive(window)
+        self._ask_if_alive(window)
 
     def close_window(self, handoff: str, loan: int) -> None:
-        if self._is_p2p:
-            self._ask_if_alive(Call("close_window", (handoff, loan)))
+        self._ask_if_alive(Call("close_window", (handoff, loan)))
 
     def learn(self, worker_id: str, public_key: str) -> None:
         with self._lock:
@@ -150,7 +148,7 @@ class RankTransport(Transport):
 
     def p2p_counters(self) -> P2pCounters | None:
         """As the rank has told them last."""
-        return self._counters if self._is_p2p else None
+        return self._counters if self.has_windows else None
 
     def check_integrity(self) -> None:
         if self.memory is not None:

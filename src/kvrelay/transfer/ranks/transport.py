@@ -62,6 +62,7 @@ class RankedTransport(Transport):
         super().__init__(worker_id)
         self.name = ends[0].name
         self.has_bar = ends[0].has_bar
+        self.has_windows = ends[0].has_windows
         self.late_s = ends[0].late_s
         self._ends = tuple(ends)
         self._layout = layout
@@ -100,12 +101,14 @@ class RankedTransport(Transport):
             end.admit(worker_id)
 
     def open_window(self, window: MemoryWindow) -> None:
+        if not self.has_windows:
+            return
         parts = [window] if self._cut is None else self._cut.windows(window)
         for end, part in zip(self._ends, parts, strict=True):
             end.open_window(part)
 
     def close_window(self, handoff: str, loan: int) -> None:
-        for end in self._ends:
+        for end in self._ends if self.has_windows else ():
             end.close_window(handoff, loan)
 
     def learn(self, worker_id: str, public_key: str) -> None:
