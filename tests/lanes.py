@@ -2,7 +2,7 @@
 everything is collected.
 
 To import and to collect everything takes seven seconds of CPU, once for all lanes. A lane asks for its next file when
-it has ended one, so files that take long should come first (``tests/conftest.py``). The reports of its tests are told as
+it has ended one, so files that take long should come first (``tests/conftest.py``). Reports of its tests are told as
 those of this process. If a lane dies, the test that it was at fails, and so does the rest of its file; another lane
 takes its place. Warnings that are no errors are not told.
 
