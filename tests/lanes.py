@@ -15,7 +15,9 @@ import contextlib
 import os
 import random
 import signal
+import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -109,6 +111,7 @@ class Lanes:
     def _fork(self) -> None:
         ours, theirs = Pipe()
         number = next(self._numbers)
+        sys.stdout.flush()  # what is left would be there twice
         if pid := os.fork():
             theirs.close()
             self._pids[ours], self._at[ours] = pid, deque()
@@ -121,6 +124,8 @@ class Lanes:
             code = 0
         except (KeyboardInterrupt, OSError):  # we are interrupted, or the one who listens has ended
             pass
+        except BaseException:  # noqa: BLE001 - the process's outermost frame
+            traceback.print_exc()
         finally:
             os._exit(code)
 
