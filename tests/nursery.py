@@ -8,6 +8,9 @@ first thread. Processes start as everywhere if a test has changed a variable tha
 Tests of the start itself fork nothing, nor do a few whole clusters (``Serve.is_real``), for what differs between two
 starts of Python, like the hashes of texts, and for Python's end, which a forked process leaves out.
 
+Where vLLM is installed the nursery has imported it, too, which takes nine seconds of CPU, and starts with the libraries
+that a worker preloads for vLLM's processes. These, which ``multiprocessing`` spawns, are forked as well.
+
 A nursery forks twice. Linux gives the orphan to the process that has asked, which is a "subreaper" for that moment.
 """
 
@@ -16,15 +19,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
+import importlib.util
 import json
 import logging
+import multiprocessing.spawn
+import multiprocessing.util
 import os
+import re
 import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,23 +42,45 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import kvrelay
 from kvrelay.core import child_process
+from kvrelay.executors.torch import share_openmp
 from kvrelay.executors.torch.parallel import processes
 
 RANKS: set[int] = set()
 """The pids of those that this process has started and not waited for."""
 MODULES = ("kvrelay", "benchmarks", processes.MODULE)
-PARENTS = ("benchmarks", "serve", "agent", "--tp", "--pp", "--dp", "--ep")
+STARTS = (
+    *("kvrelay.cli.main", "kvrelay.cli.processes", "kvrelay.cli.serve", "kvrelay.executors.mock"),
+    *("kvrelay.frontend.tokens.tokenizer", "kvrelay.launch.frontend_process", "kvrelay.launch.serve"),
+    "kvrelay.launch.worker_process",
+)
+TORCH = (
+    *("kvrelay.executors.torch.attention.cpu", "kvrelay.executors.torch.build", "numba.core.registry"),
+    *("kvrelay.executors.torch.kernels.numba_kernels", "kvrelay.executors.torch.parallel.rank_process"),
+)
+VLLM = (
+    *("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"),
+    "vllm.v1.worker.cpu_worker",
+)
+"""Without Numba: vLLM's processes do not start where it is imported."""
+PARENTS = ("benchmarks", "serve", "agent", "--tp", "--pp", "--dp", "--ep", "vllm")
 """Words of commands that start processes."""
 _LATE = (
     *("PYTEST_CURRENT_TEST", "UCX_", "NIXL_", "TORCHINDUCTOR_", "KVRELAY_"),
-    *("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "ETCDCTL_"),
+    *("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "ETCDCTL_", "TMPDIR", "VLLM_"),
 )
 """Beginnings of variables that nothing has read before a process begins."""
 _ROOM = 8000
 """For the command line of a forked process, in bytes."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
+_FAR = 500
+"""File descriptors from here on are used by nothing else."""
+_SPAWNED = re.compile(
+    r"from multiprocessing.spawn import spawn_main; spawn_main\(tracker_fd=(\d+), pipe_handle=(\d+)\)"
+)
+_spawnv_passfds = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]  # of CPython's
 EXIT = [1]
 """The exit code of a forked process; 1 with a traceback."""
 
@@ -118,7 +149,7 @@ class Nursery:
         """Stands for ``subprocess.Popen``."""
         environment = options.get("env") or os.environ
         is_known = list(command[:2]) == [sys.executable, "-m"] and command[2] in MODULES
-        is_known &= options.get("stdout") != subprocess.PIPE and "vllm" not in command
+        is_known &= options.get("stdout") != subprocess.PIPE
         if not is_known or _early(environment) != self._begun_with:
             return subprocess.Popen(command, **options)
         prepare: partial[None] | None = options.get("preexec_fn")
@@ -141,6 +172,22 @@ class Nursery:
             RANKS.add(pid)
         return Forked(pid, None if errors is None else open(errors, "rb"))
 
+    def spawn(self, path: bytes, arguments: Sequence[str | bytes], fds: Sequence[int]) -> int:
+        """Stands for what ``multiprocessing`` spawns with: there a child knows its fds by the numbers that we have."""
+        command = [os.fsdecode(word) for word in arguments]
+        if not any(map(_SPAWNED.fullmatch, command)):
+            return int(_spawnv_passfds(path, arguments, fds))
+        question = {
+            "command": command,
+            "parent": os.getpid(),
+            "cwd": os.getcwd(),
+            "environment": dict(os.environ),
+            "has_group": False,
+            "prepare": [],
+            "numbers": list(fds),
+        }
+        return self._ask(question, (1, 2, *fds))
+
     def _ask(self, question: dict[str, Any], fds: Sequence[int]) -> int:
         """Raises OSError if the nursery has ended."""
         with self._lock:
@@ -151,7 +198,7 @@ class Nursery:
                         [sys.executable, "-m", "tests.nursery", str(theirs.fileno()), "-" * _ROOM],
                         stdin=subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()],
-                        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **_environment_of_vllm()},
                     )
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
             try:
@@ -169,6 +216,14 @@ class Nursery:
             self._socket.close()
         if self._process is not None:
             self._process.wait()
+
+
+def _environment_of_vllm() -> dict[str, str]:
+    if importlib.util.find_spec("vllm") is None:
+        return {}
+    from kvrelay.engines.vllm.library import ENVIRONMENT, preloaded_libraries
+
+    return {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "WARNING", "LD_PRELOAD": ":".join(preloaded_libraries())}
 
 
 def _number(output: Any, default: int) -> int:
@@ -220,6 +275,7 @@ def _begin(question: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
     """In the new process."""
     os.environ.clear()
     os.environ.update(question["environment"])
+    tempfile.tempdir = None  # asked for anew
     os.chdir(question["cwd"])
     os.dup2(fds[0], 1)
     os.dup2(fds[1], 2)
@@ -236,21 +292,45 @@ def _begin(question: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
     if question["prepare"]:
         place, name, *values = question["prepare"]
         getattr(sys.modules[place], name)(*values)
+    if numbers := question.get("numbers"):
+        _renumber(fds[2:], numbers)
+        _fork_nursery(numbers)
+        _show(question["command"])
+        return partial(_spawned, question["command"])
     _, _, module, *arguments = question["command"]
     if module == processes.MODULE:
         arguments = [arguments[0], *(str(fd) for fd in fds[2:])]
     elif {module, *arguments} & set(PARENTS):
-        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        if not os.fork():
-            ours.close()
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            return serve(theirs)
-        theirs.close()
-        child_process.subprocess = processes.subprocess = _subprocess(Nursery(ours))  # type: ignore[assignment]
+        _fork_nursery()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [module, *arguments]
     _show([sys.executable, "-m", module, *arguments])
     return partial(_run, module)
+
+
+def _renumber(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    far = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FAR) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(far, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _fork_nursery(not_its: Sequence[int] = ()) -> None:
+    """For what this process will start. ``not_its``: fds whose other ends shall hear of this process's end."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    if not os.fork():
+        ours.close()
+        for fd in not_its:
+            os.close(fd)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        serve(theirs)()
+        sys.exit(EXIT[0])
+    theirs.close()
+    nursery = Nursery(ours)
+    child_process.subprocess = processes.subprocess = _subprocess(nursery)  # type: ignore[assignment]
+    multiprocessing.util.spawnv_passfds = nursery.spawn  # type: ignore[attr-defined]
 
 
 def _show(command: Sequence[str]) -> None:
@@ -262,9 +342,22 @@ def _show(command: Sequence[str]) -> None:
 
 
 def _run(module: str) -> None:
-    sys.modules["__main__"].__spec__ = None
+    main = sys.modules["__main__"]
+    main.__spec__, main.__file__ = None, str(Path(kvrelay.__path__[0], "__main__.py"))  # as multiprocessing tells it on
+    _exit_as(partial(runpy.run_module, module, run_name="__main__"))
+
+
+def _spawned(command: Sequence[str]) -> None:
+    (found,) = filter(None, map(_SPAWNED.fullmatch, command))
+    tracker, pipe = map(int, found.groups())
+    del sys.modules["kvrelay.cli.main"]  # it says what a process of vLLM imports first
+    sys.argv = [command[0], "--multiprocessing-fork"]
+    _exit_as(partial(multiprocessing.spawn.spawn_main, pipe_handle=pipe, tracker_fd=tracker))
+
+
+def _exit_as(body: Callable[[], object]) -> None:
     try:
-        runpy.run_module(module, run_name="__main__")
+        body()
         EXIT[0] = 0
     except SystemExit as end:
         EXIT[0] = int(end.code or 0)
@@ -283,26 +376,14 @@ def _leave() -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit.register(_leave)  # first, so that it runs last
-    from kvrelay.executors.torch import share_openmp
-
-    share_openmp()
-    from numba.core.registry import cpu_target
-
-    import kvrelay.cli.main
-    import kvrelay.cli.processes
-    import kvrelay.cli.serve
-    import kvrelay.executors.mock
-    import kvrelay.executors.torch.attention.cpu
-    import kvrelay.executors.torch.build
-    import kvrelay.executors.torch.kernels.numba_kernels
-    import kvrelay.executors.torch.parallel.rank_process
-    import kvrelay.frontend.tokens.tokenizer
-    import kvrelay.launch.frontend_process
-    import kvrelay.launch.serve
-    import kvrelay.launch.worker_process  # noqa: F401
-
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    if not has_vllm:
+        share_openmp()
+    for module in (*STARTS, *(VLLM if has_vllm else TORCH)):
+        importlib.import_module(module)
+    if (numba := sys.modules.get("numba.core.registry")) is not None:
+        numba.cpu_target.typing_context.refresh()
+        numba.cpu_target.target_context.refresh()
     gc.collect()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread, which a fork would lack"

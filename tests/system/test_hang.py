@@ -16,7 +16,7 @@ from kvrelay.errors import EngineHungError
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
-HOST = f"127.{os.getpid() >> 8 & 255}.{os.getpid() & 255}.2"
+HOST = f"127.{os.getpid() >> 8 & 255}.{os.getpid() & 255}.3"
 """An address that no other run of this test uses."""
 PORT = 9400
 

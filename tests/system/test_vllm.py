@@ -38,7 +38,7 @@ CONNECTORS = {"nixl": (), "kvrelay": (*STAGED, "--transport", "shm")}
 def test_killed_processes_lose_no_token(asked: list[Asked]) -> None:
     """A worker, and another one's engine process: each takes the other one of the two with it."""
     prompts, expected = asked[0].prompts, asked[0].answers
-    with Serve((*VLLM, "--prefill", "0", "--decode", "3")) as server, Asking(server) as asking:
+    with Serve((*VLLM, "--prefill", "0", "--decode", "3"), is_real=True) as server, Asking(server) as asking:
         first, second, third = (int(worker["pid"]) for worker in server.workers("both"))
         engines = {pid: _engine_process(pid) for pid in (first, second)}
         answers = asking.begin(prompts)
@@ -138,7 +138,7 @@ def test_a_rank_of_a_worker_is_lost(asked: list[Asked], role: str, way: str, ran
     # What a decode worker has begun goes on at another one.
     num_workers = {"prefill": "1", "decode": "2"}[role]
     flags = (f"--{role}", num_workers, f"--tp-{role}", "2", "--remote-prefill-timeout-s", "200", *hang)
-    with Serve((*SPLIT, *CONNECTORS[way], *flags)) as server, Asking(server) as asking:
+    with Serve((*SPLIT, *CONNECTORS[way], *flags), is_real=True) as server, Asking(server) as asking:
         worker = server.workers(role)[0]
         victim, processes = _rank(worker, rank)
         answers = asking.begin(prompts)

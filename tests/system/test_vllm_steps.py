@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,13 @@ CHUNK = 250
 """Within 70 % of the objective: 1 ms and 10 us a token."""
 
 
-def steps_of_vllm(itl_s: float) -> tuple[list[tuple[StepWork, float]], dict[str, list[int]]]:
+Run = tuple[list[tuple[StepWork, float]], dict[str, list[int]]]
+
+
+def runs_of_vllm(*itls_s: float) -> Iterator[Run]:
+    """For each objective: the steps and what they took; the answers."""
     script = Path(__file__).with_name("vllm_steps.py")
-    words = [str(bundled_checkpoint_path()), str(itl_s), *map(str, (SHORT, LONG, NUM_TOKENS))]
+    words = [str(bundled_checkpoint_path()), *map(str, (SHORT, LONG, NUM_TOKENS, *itls_s))]
     done = subprocess.run(
         [sys.executable, str(script), *words],
         capture_output=True,
@@ -39,15 +44,15 @@ def steps_of_vllm(itl_s: float) -> tuple[list[tuple[StepWork, float]], dict[str,
         env={**os.environ, "LD_PRELOAD": ":".join(preloaded_libraries())},
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
-    assert lines, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("found "))
-    assert found["is_on"]
-    return [(StepWork(*counts), seconds) for counts, seconds in found["steps"]], found["answers"]
+    assert len(lines) == len(itls_s), done.stderr[-3000:]
+    for line in lines:
+        found: dict[str, Any] = json.loads(line.removeprefix("found "))
+        assert found["is_on"]
+        yield [(StepWork(*counts), seconds) for counts, seconds in found["steps"]], found["answers"]
 
 
 def test_each_step_is_told_and_a_long_prompt_is_cut_by_the_objective() -> None:
-    fixed, expected = steps_of_vllm(0.0)
-    cut, answers = steps_of_vllm((0.001 + CHUNK * 1e-5 + 1e-7) / 0.7)
+    (fixed, expected), (cut, answers) = runs_of_vllm(0.0, (0.001 + CHUNK * 1e-5 + 1e-7) / 0.7)
     assert answers == expected, "where a prompt is cut changes no token"
     for steps, chunks in ((fixed, [LONG]), (cut, [CHUNK] * (LONG // CHUNK))):
         works = [work for work, _ in steps]

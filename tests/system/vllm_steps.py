@@ -1,7 +1,9 @@
-"""One run of vLLM with our scheduler in it: three short prompts are being answered when a long one comes. What each
-step was leaves on stdout, with the answers.
+"""Runs of vLLM with our scheduler in it, one for each objective: three short prompts are being answered when a long one
+comes. What each step was leaves on stdout, with the answers, a line for each run.
 
-Usage: python vllm_steps.py MODEL ITL_S SHORT LONG NUM_TOKENS
+To import vLLM takes nine seconds of CPU. It is done once: each run is a fork, so that no engine knows of another one.
+
+Usage: python vllm_steps.py MODEL SHORT LONG NUM_TOKENS ITL_S ...
 """
 
 from __future__ import annotations
@@ -18,11 +20,28 @@ from kvrelay.engines.vllm.scheduling import NAME, SCHEDULER, STEP_LOG
 
 
 def main() -> None:
-    model, itl_s, short, long, num_tokens = sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:])
-    log = StepLog.create()
+    model, *counts = sys.argv[1:5]
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
-    os.environ.update({SCHEDULER: "vllm.v1.core.sched.scheduler.Scheduler", STEP_LOG: log.path})
+    import vllm.v1.engine.llm_engine  # noqa: F401 - forks have it
+
+    for itl_s in map(float, sys.argv[5:]):
+        if (child := os.fork()) == 0:
+            try:
+                run(model, itl_s, *map(int, counts))
+                sys.stdout.flush()
+                os._exit(0)
+            except BaseException:  # noqa: BLE001 - the process's outermost frame
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
+
+
+def run(model: str, itl_s: float, short: int, long: int, num_tokens: int) -> None:
     from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    log = StepLog.create()
+    os.environ.update({SCHEDULER: "vllm.v1.core.sched.scheduler.Scheduler", STEP_LOG: log.path})
 
     engine = LLMEngine.from_engine_args(
         EngineArgs(

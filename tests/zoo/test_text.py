@@ -14,6 +14,8 @@ from tests.zoo.vocabularies import END, OTHER, Kind, bytes_of
 
 from kvrelay import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 APIS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
 PROMPT = "q"
 
