@@ -15,9 +15,7 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -111,7 +109,6 @@ class Lanes:
     def _fork(self) -> None:
         ours, theirs = Pipe()
         number = next(self._numbers)
-        sys.stdout.flush()  # what is left would be there twice
         if pid := os.fork():
             theirs.close()
             self._pids[ours], self._at[ours] = pid, deque()
@@ -124,8 +121,6 @@ class Lanes:
             code = 0
         except (KeyboardInterrupt, OSError):  # we are interrupted, or the one who listens has ended
             pass
-        except BaseException:  # noqa: BLE001 - the process's outermost frame
-            traceback.print_exc()
         finally:
             os._exit(code)
 
