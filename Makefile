@@ -22,7 +22,7 @@ serve: serving  ## one prefill and one decode worker with the bundled checkpoint
 
 # Whole files go to each of LANES processes, three more than a small machine has cores: a good part of the time tests wait
 # for leases, servers and each other.
-PYTEST := $(BIN)/python -m pytest -p tests.lanes --lanes $(LANES)
+PYTEST := $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
 
 chat: serving  ## a real instruction-tuned model (SmolLM2 135M, 93 MB, fetched once), served 1P1D, and a chat in this terminal
 	@$(BIN)/kvrelay chat "$$($(BIN)/python tools/smollm2.py $(VENV)/models)" $(ARGS)

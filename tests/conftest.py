@@ -10,8 +10,8 @@ The suite starts hundreds of Python processes. Each would compile our sources an
 environment forbade to keep the bytecode: here it may not. What collection has made lives to the end, so the garbage
 collector looks at it once.
 
-Several processes may run the suite side by side (``tests/lanes.py``), each whole files. Long ones are handed out first,
-so that nobody begins one when the others are done.
+Several processes may run the suite side by side (pytest-xdist), each whole files. Long ones are handed out first, so
+that nobody begins one when the others are done.
 """
 
 from __future__ import annotations
@@ -59,10 +59,21 @@ _END = "-----END CERTIFICATE-----\n"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ[leftovers.MARK] = f"{os.getpid()}-{time.time_ns()}"
-    marks = config.option.markexpr
-    if "not matrix" in marks or (marks != "real_model" and ROOTS not in os.environ):
-        _trust_one_authority(config)
+    if not _is_helper(config):
+        os.environ[leftovers.MARK] = f"{os.getpid()}-{time.time_ns()}"
+        marks = config.option.markexpr
+        if "not matrix" in marks or (marks != "real_model" and ROOTS not in os.environ):
+            _trust_one_authority(config)
+    elif config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        _begin_elsewhere(config, int(config.workerinput["workerid"][2:]), config.workerinput["workercount"])
+
+
+def _begin_elsewhere(config: pytest.Config, number: int, num_processes: int) -> None:
+    """Each process reads all files. The first that reads one also rewrites its assertions and keeps the bytecode, which
+    takes as long again: so they begin at different folders."""
+    folders = sorted(str(path) for path in Path(__file__).parent.iterdir() if path.is_dir() and path.name[0] != "_")
+    at = len(folders) * number // num_processes
+    config.args[:] = folders[at:] + folders[:at]
 
 
 def _trust_one_authority(config: pytest.Config) -> None:
@@ -82,7 +93,8 @@ def _trust_one_authority(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a test marked slow come first, then those with real processes."""
+    """Files with a test marked slow come first, then those with real processes. Processes that have begun to read at
+    different folders have the same order."""
     marks: dict[Path, set[str]] = {}
     for item in items:
         marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
@@ -118,6 +130,8 @@ def _end_shared_processes() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process that outlives the tests is a defect, and does not outlive it any longer."""
+    if _is_helper(session.config):
+        return
     session.config.stash[LEFT] = leftovers.end_all()
     if session.config.stash[LEFT] and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -129,3 +143,8 @@ LEFT = pytest.StashKey[list[str]]()
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for command in config.stash.get(LEFT, []):
         terminalreporter.write_line(f"ERROR a process outlived the tests: {command}", red=True)
+
+
+def _is_helper(config: pytest.Config) -> bool:
+    """One of the processes that run tests for another one."""
+    return hasattr(config, "workerinput")

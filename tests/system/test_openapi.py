@@ -74,7 +74,8 @@ def schema() -> Any:
 def test_answers_are_as_documented(
     server: Serve, session: requests.Session, schema: Any, method: str, path: str
 ) -> None:
-    """Without schemathesis's own parameters: its tests have one name for all operations, so none can be run alone."""
+    """Without schemathesis's own parameters: its tests have one name for all operations, and of tests with one name
+    pytest-xdist runs the first."""
     operation = schema[path][method]
     modes = [operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode]
 

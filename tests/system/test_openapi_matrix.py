@@ -37,6 +37,6 @@ def of_operation(method: str, path: str) -> Any:
     return check
 
 
-# A name of its own for each, by which it can be run alone.
+# Of tests with one name pytest-xdist runs the first.
 for _method, _path in OPERATIONS:
     globals()[re.sub(r"\W+", "_", f"test_{_method}{_path}")] = of_operation(_method, _path)

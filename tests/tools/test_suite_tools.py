@@ -1,11 +1,10 @@
 """What keeps the suite honest: processes that outlive it are found and ended; busy loops are there, and then gone; what
-tests cost is counted with their processes; lanes run every test once and tell every failure."""
+tests cost is counted with their processes."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -125,77 +124,3 @@ def test_a_part_has_some_cells_of_a_matrix_and_all_other_tests(tmp_path: Path) -
 def test_a_part_that_is_none_is_a_usage_error(text: str) -> None:
     with pytest.raises(pytest.UsageError, match="--part"):
         parsed_part(text)
-
-
-IN_LANES = """
-import os, pytest, time
-@pytest.fixture(scope="module", autouse=True)
-def of_the_module(tmp_path_factory):
-    print("begun", tmp_path_factory.mktemp("module"))
-    yield
-    assert "left" not in __file__, "the module's fixture"
-def test_passes(record_property): record_property("kept", 7)
-def test_fails(): assert "wrong" not in __file__, "what it is"
-@pytest.mark.skip("for a reason")
-def test_is_skipped(): ...
-def test_ends():
-    if "dies" in __file__: os._exit(7)
-def test_waits():
-    while "hangs" in __file__: open("hanging", "a").close(); time.sleep(0.01)
-"""
-OF_THE_LANE = """
-import pytest
-@pytest.fixture(scope="session", autouse=True)
-def of_the_session():
-    yield
-    open("ended", "a").write("lane ")
-    assert 0, "the session's fixture"
-"""
-
-
-def lanes_over(directory: Path, *names: str) -> tuple[list[str], dict[str, str]]:
-    """The command that runs a file for each name, in three lanes; its environment."""
-    for name in names:
-        (directory / f"test_{name}.py").write_text(IN_LANES, encoding="utf-8")
-    (directory / "pytest.ini").write_text("[pytest]", encoding="utf-8")
-    (directory / "conftest.py").write_text(OF_THE_LANE, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.lanes", "--lanes", "3", "-rA", "-q", "--junitxml", "x.xml"]
-    paths = os.pathsep.join(filter(None, (str(TOOLS.parent), os.environ.get("PYTHONPATH"))))
-    return command, {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": paths}
-
-
-def test_lanes_run_every_test_once_and_tell_every_failure(tmp_path: Path) -> None:
-    command, environment = lanes_over(tmp_path, "well", "wrong", "dies", "left", "more")
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-    told = set(re.findall(r"^(\w+) (?:\[1\] )?test_(\w+)\.py(?:::test_(\w+))?", done.stdout, re.MULTILINE))
-    passed = {(name, test) for result, name, test in told if result == "PASSED"}
-    tests = {"passes", "fails", "ends", "waits"}
-    assert passed == {(name, test) for name in ("well", "left", "more") for test in tests} | {
-        ("wrong", "passes"), ("wrong", "ends"), ("wrong", "waits"), ("dies", "passes"), ("dies", "fails"),
-    }  # fmt: skip
-    failed = {(name, test) for result, name, test in told if result == "FAILED"}
-    assert failed == {("wrong", "fails"), ("dies", "ends"), ("dies", "waits")}
-    for reason in ("what it is", "has ended with exit code 7", "not run: ", "the module's fixture"):
-        assert reason in done.stdout
-    # A lane that died has no end; another one has taken its place if files were left.
-    assert done.stdout.count("E       AssertionError: the session's fixture") == len(
-        (tmp_path / "ended").read_text().split()
-    )
-    assert done.stdout.count("SKIPPED") == 5
-    assert (tmp_path / "x.xml").read_text().count('name="kept" value="7"') == 5
-
-
-def test_interrupted_lanes_end_their_fixtures_and_are_gone(tmp_path: Path) -> None:
-    command, environment = lanes_over(tmp_path, "hangs", "hangs_too")
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        until((tmp_path / "hanging").exists)
-        lanes = psutil.Process(process.pid).children()
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
-    assert process.returncode == pytest.ExitCode.INTERRUPTED
-    assert "KeyboardInterrupt" in out
-    assert not any(lane.is_running() for lane in lanes)
-    assert (tmp_path / "ended").exists()
