@@ -383,8 +383,11 @@ def test_what_is_stored_does_not_grow_while_nothing_changes(nats: NatsServerProc
     asyncio.run(scenario())
 
 
-def test_what_is_stored_is_bounded_while_members_come_and_go(nats: NatsServerProcess) -> None:
+def test_what_is_stored_is_bounded_while_members_come_and_go(
+    nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the last value of a key is kept, and the server drops the others' space as it goes."""
+    monkeypatch.setattr("kvrelay.control.nats.connection.REQUEST_TIMEOUT_S", PATIENCE_S)  # a busy disk is slow
 
     async def scenario() -> None:
         connection = await NatsConnection.connect(nats.url, 10.0)

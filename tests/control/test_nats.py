@@ -97,6 +97,31 @@ async def test_a_cancellation_that_comes_with_the_answer_is_not_lost() -> None:
     assert asking.cancelled()
 
 
+def test_a_request_in_flight_fails_when_its_connection_is_lost(tmp_path: Path) -> None:
+    """Its answer cannot come any more. A keepalive that waited for it would be the last one of a short lease."""
+    server = NatsServerProcess(store_dir=tmp_path)
+
+    async def scenario() -> None:
+        connection = await NatsConnection.connect(server.start(), PATIENCE_S)
+        heard: list[object] = []
+
+        async def hear(message: object) -> None:
+            heard.append(message)
+
+        await connection.subscribe("silent", hear)
+        asking = asyncio.create_task(connection.request("silent", b"", timeout_s=10 * PATIENCE_S))
+        await eventually(lambda: bool(heard))
+        server.kill()
+        with pytest.raises(ControlUnavailableError, match="no connection"):
+            await asyncio.wait_for(asking, PATIENCE_S)
+        await connection.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        server.stop()
+
+
 # -- connecting -------------------------------------------------------------------------------------------------------
 
 

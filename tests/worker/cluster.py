@@ -38,6 +38,7 @@ from kvrelay.config import (
 )
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
+from kvrelay.control.nats import connection as nats_connection
 from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.jetstream import JetStream
@@ -511,7 +512,7 @@ async def cluster(
     *, lease_ttl_s: float = LEASE_TTL_S, transfer: TransferConfig = LOOPBACK, tail_tokens: int = 0, **settings: float
 ) -> AsyncIterator[Cluster]:
     """A cluster on a NATS server that no other one uses meanwhile; checked and taken down at the end. Its workers wait
-    for the keys of those who call them as patiently as the tests do."""
+    for the keys of those who call them, and for the server, as patiently as the tests do."""
     nats = _idle_servers.pop() if _idle_servers else NatsServerProcess()
     disagg = replace(DisaggConfig(disagg_policy="threshold", max_local_prefill_length=64), **settings)
     control = ControlConfig(control=nats.start(), lease_ttl_s=lease_ttl_s)
@@ -521,6 +522,7 @@ async def cluster(
             mock.patch.object(turns, "MonotonicClock", return_value=shared.clock),
             mock.patch.object(transfer_thread, "MonotonicClock", return_value=shared.transfer_clock),
             mock.patch.object(callers, "ADMISSION_WAIT_S", PATIENCE_S),
+            mock.patch.object(nats_connection, "REQUEST_TIMEOUT_S", PATIENCE_S),
         ):
             yield shared
             await shared.check_idle()
