@@ -8,6 +8,7 @@ on nothing that comes between a question to a server and the next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 import time
@@ -32,7 +33,7 @@ LATE_S = 0.1
 
 
 class Beating:
-    """The leases that are kept alive, which send a keepalive whenever somebody else waits for an answer."""
+    """The leases that are kept alive, which send a keepalive while somebody else waits for an answer."""
 
     def __init__(self) -> None:
         self._loops: dict[HeldLease, asyncio.AbstractEventLoop] = {}
@@ -50,12 +51,14 @@ class Beating:
 
         patch.setattr(HeldLease, "_run", run)
 
-    def come_between(self) -> None:
+    async def come_between(self) -> None:
         task, here = asyncio.current_task(), asyncio.get_running_loop()
-        if task is not None and not task.get_name().startswith("lease "):
-            for lease, loop in self._loops.items():
-                if loop is here:
-                    lease.wake()
+        if task is not None and task.get_name().startswith("lease "):
+            return await asyncio.sleep(LATE_S / 10)
+        for lease, loop in self._loops.items():
+            if loop is here:
+                lease.wake()
+        await asyncio.sleep(LATE_S)
 
 
 BEATING = Beating()
@@ -91,14 +94,14 @@ def _delay(patch: pytest.MonkeyPatch, owner: type, name: str, of_thread: str) ->
 
     async def end_late(*arguments: object, **options: object) -> object:
         result = await original(*arguments, **options)
-        BEATING.come_between()
-        await asyncio.sleep(LATE_S)
+        await BEATING.come_between()
         return result
 
     async def each_late(*arguments: object) -> AsyncIterator[object]:
-        async for item in original(*arguments):
-            await asyncio.sleep(LATE_S)
-            yield item
+        async with contextlib.aclosing(original(*arguments)) as items:
+            async for item in items:
+                await asyncio.sleep(LATE_S)
+                yield item
 
     if inspect.isasyncgenfunction(original):
         patch.setattr(owner, name, each_late)

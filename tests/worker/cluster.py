@@ -440,11 +440,15 @@ class Cluster:
         await discovery.put(key, msgspec.json.encode(entry), await discovery.grant(FRONTEND_LEASE_TTL_S))
 
     async def pair(self) -> tuple[Node, Node, Client]:
-        """A prefill worker, a decode worker that knows of it, and a client of the latter."""
+        """A prefill and a decode worker that know of each other, and a client of the latter."""
         prefill = await self.join(WorkerRole.PREFILL)
         decode = await self.join(WorkerRole.DECODE)
-        await self.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await self.acquainted(prefill, decode)
         return prefill, decode, await self.client(decode)
+
+    async def acquainted(self, prefill: Node, decode: Node) -> None:
+        await self.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await self.until(lambda: decode.id in prefill.worker.inspect().peers.leased)
 
     async def until(self, condition, timeout_s: float = PATIENCE_S) -> None:
         await noticed(condition, timeout_s)
