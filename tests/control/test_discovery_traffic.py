@@ -198,7 +198,7 @@ def test_another_keeper_ends_the_lease_of_one_that_died(nats: NatsServerProcess)
             await keeper.vanish()
             await victim.vanish()
             await eventually(lambda: all(len(one.mirror.table.visible) == 2 for one in others))
-            assert sum(one.mirror.election.state is KeeperState.KEEPING for one in others) == 1
+            await eventually(lambda: [one.mirror.election.state for one in others].count(KeeperState.KEEPING) == 1)
             assert all(one.lease.lease_id for one in others)
 
     asyncio.run(scenario())
