@@ -13,13 +13,12 @@ import inspect
 import threading
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from kvrelay.control.etcd import EtcdDiscovery
 from kvrelay.control.etcd_channel import EtcdChannel
-from kvrelay.control.held_lease import HeldLease
 from kvrelay.control.memory import MemoryDiscovery
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.discovery import NatsDiscovery
@@ -36,26 +35,23 @@ class Beating:
     """The leases that are kept alive, which send a keepalive while somebody else waits for an answer."""
 
     def __init__(self) -> None:
-        self._loops: dict[HeldLease, asyncio.AbstractEventLoop] = {}
+        self._loops: WeakKeyDictionary[NatsLease, asyncio.AbstractEventLoop] = WeakKeyDictionary()
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        original = HeldLease._run
+        """Of NATS: etcd's learn of a revocation by their keepalives."""
+        original = NatsLease.start
 
-        async def run(lease: HeldLease, *arguments: Any) -> None:
-            if isinstance(lease, NatsLease):  # etcd's learns of a revocation by its keepalives
-                self._loops[lease] = asyncio.get_running_loop()
-            try:
-                await original(lease, *arguments)
-            finally:
-                self._loops.pop(lease, None)
+        async def start(lease: NatsLease) -> None:
+            await original(lease)
+            self._loops[lease] = asyncio.get_running_loop()
 
-        patch.setattr(HeldLease, "_run", run)
+        patch.setattr(NatsLease, "start", start)
 
     async def come_between(self) -> None:
         task, here = asyncio.current_task(), asyncio.get_running_loop()
         if task is not None and task.get_name().startswith("lease "):
             return await asyncio.sleep(LATE_S / 10)
-        for lease, loop in self._loops.items():
+        for lease, loop in list(self._loops.items()):
             if loop is here:
                 lease.wake()
         await asyncio.sleep(LATE_S)
