@@ -71,10 +71,14 @@ test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on eac
 
 # Where a worker's threads tell each other something: of the engines in two files only, as counted in the plugin.
 LATE  := tests/worker tests/llm tests/engines/openai/test_pairs.py tests/engines/vllm/test_staged.py
-KINDS ?= ends notifications steps
+# Where what a server answers decides about the next question.
+ASKING := tests/control tests/contracts/test_control.py tests/contracts/test_etcd.py
+KINDS ?= ends notifications steps watches answers
 
-test-late: env  ## workers whose threads hear from each other late, a kind at a time (tests/late.py)
-	@set -e; for kind in $(KINDS); do $(PYTEST) -p tests.late --late $$kind $(LATE) $(ARGS); done
+test-late: env system-packages  ## threads and servers that are heard late, a kind at a time (tests/late.py)
+	@set -e; for kind in $(KINDS); do \
+	  case $$kind in answers) files="$(ASKING)" ;; *) files="$(LATE)" ;; esac; \
+	  $(PYTEST) -p tests.late --late $$kind $$files $(ARGS); done
 
 check: env  ## ruff, mypy, import-linter, the budgets of size; deploy/, by promtool, systemd-analyze and kubernetes-validate where they are
 	@$(BIN)/ruff format --check src tests tools benchmarks

@@ -11,7 +11,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 _IPV6 = Path("/proc/net/if_inet6")
@@ -85,6 +85,27 @@ async def noticed(condition: Callable[[], object], timeout_s: float = PATIENCE_S
     finally:
         asked.remove(ask)
     came.result()
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], port: int = 0
+) -> AsyncIterator[int]:
+    """A server of the test's own on loopback: gives its port. Each connection is served to its end, which the other
+    side's brings about; otherwise the end of the event loop would meet what is still open."""
+    before = asyncio.all_tasks()
+
+    async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(served, "127.0.0.1", port) as server:
+        yield server.sockets[0].getsockname()[1]
+    while left := asyncio.all_tasks() - before - {asyncio.current_task()}:
+        done, _ = await asyncio.wait(left, timeout=PATIENCE_S)
+        assert done, left
 
 
 def skip(seconds: float) -> None:

@@ -21,6 +21,7 @@ from kvrelay.certify.ends import RawCopy
 from kvrelay.certify.findings import CertifyReport, Verdict
 from kvrelay.certify.peer import EndSpec, peer_ends
 from kvrelay.certify.served import way_row
+from kvrelay.certify.servers import STOP_TIMEOUT_S
 from kvrelay.cli.main import run
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import paged_kv
@@ -107,9 +108,11 @@ def test_ctrl_c_ends_all_processes_and_leaves_a_report(tmp_path: Path) -> None:
         until(lambda: report.is_file() or process.poll() is not None)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_S) == 130
+        # A cluster that it may be starting gets STOP_TIMEOUT_S to end.
+        assert process.wait(STOP_TIMEOUT_S + PATIENCE_S) == 130
     finally:
         process.kill()
+        process.wait()
     until(lambda: not any(child.is_running() for child in children))
     told = json.loads(report.read_text())
     assert told["units"]

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, nullcontext
 import pytest
 from tests.chaos.answers import KnownPrompt, Verdict
 from tests.chaos.client import ChaosClient
+from tests.patience import listening
 
 PROMPT = KnownPrompt((20, 21), 3, stream=True, answer=(1, 2, 3))
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -28,12 +29,9 @@ async def answering(*answers: bytes) -> AsyncIterator[str]:
         await reader.readexactly(length)
         writer.write(left.pop(0))
         await writer.drain()
-        writer.close()
-        await writer.wait_closed()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with listening(answer) as port:
+        yield f"http://127.0.0.1:{port}"
     assert not left
 
 
@@ -101,10 +99,8 @@ async def test_a_request_without_a_byte_for_too_long_is_hung(monkeypatch: pytest
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await silent.wait()
-        writer.close()
 
-    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
-    async with server, ChaosClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m") as client:
+    async with listening(say_nothing) as port, ChaosClient(f"http://127.0.0.1:{port}", "m") as client:
         record = await client.ask(PROMPT)
         silent.set()
     assert (record.verdict, record.detail) == (Verdict.HUNG, "no byte for 0.05 s after 0 tokens")

@@ -273,9 +273,8 @@ class DiscoveryContract:
             async with watching(two, ROOT) as watch:
                 await eventually(lambda: len(watch.state) == 3)
                 first_id = lease.lease_id
-                await server.revoke_lease(lease)
+                await revoke(server, lease, told)
                 await eventually(lambda: watch.state == {f"{SETTINGS}other": b"3"})
-                await eventually(lambda: "revoked" in told)
                 assert told[-2:] == ["lost", "revoked"]
                 # Who leaves may have something to finish.
                 await eventually(lambda: lease.lease_id not in ("", first_id))
@@ -285,8 +284,7 @@ class DiscoveryContract:
                 assert told.count("revoked") == 1
                 await eventually_puts(one, f"{WORKERS}w", b"4", lease)
                 await eventually(lambda: watch.state == {f"{WORKERS}w": b"4", f"{SETTINGS}other": b"3"})
-                await server.revoke_lease(lease)
-                await eventually(lambda: told.count("revoked") == 2)
+                await revoke(server, lease, told)
             assert await (await server.connect()).list(ROOT) == {f"{SETTINGS}other": b"3"}
 
         run(open_server, scenario)
@@ -428,6 +426,16 @@ class DiscoveryContract:
                 await eventually(lambda: watch.state == {})
 
         run(open_server, scenario)
+
+
+async def revoke(server: DiscoveryServer, lease: Lease, told: list[str]) -> None:
+    """As an operator does it, until the holder has understood: with etcd, one that stood still for a whole lease cannot
+    tell that it was revoked."""
+    num_revoked = told.count("revoked")
+    while told.count("revoked") == num_revoked:
+        old_id = lease.lease_id
+        await server.revoke_lease(lease)
+        await eventually(lambda: lease.lease_id not in ("", old_id))  # noqa: B023
 
 
 def listen(lease: Lease) -> list[str]:

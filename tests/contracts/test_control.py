@@ -17,6 +17,7 @@ from tests.contracts.control_servers import (
 from tests.contracts.discovery_contract import DiscoveryContract
 from tests.contracts.event_bus_contract import EventBusContract
 from tests.contracts.prefill_queue_contract import PrefillQueueContract
+from tests.patience import PATIENCE_S
 
 from kvrelay.control.nats_process import NatsServerProcess
 
@@ -29,6 +30,12 @@ def nats() -> Iterator[NatsServerProcess]:
     process.start()
     yield process
     process.stop()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a busy disk is waited for; one that goes away ends what is asked of it."""
+    monkeypatch.setattr("kvrelay.control.nats.connection.REQUEST_TIMEOUT_S", PATIENCE_S)
 
 
 class TestMemoryDiscovery(DiscoveryContract):

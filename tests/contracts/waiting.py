@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+import pytest
 from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Discovery, WatchEvent, WatchKind
+
+NUM_ATTEMPTS = 5
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> float:
@@ -19,6 +22,15 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_
         assert loop.time() - start_s < timeout_s, "did not happen in time"
         await asyncio.sleep(0.005)
     return loop.time() - start_s
+
+
+async def holds(attempt: Callable[[], Awaitable[bool]]) -> None:
+    """For what holds only while nothing stands still for long: a pause of the machine breaks an attempt, and a fault
+    breaks every one."""
+    for _ in range(NUM_ATTEMPTS):
+        if await attempt():
+            return
+    pytest.fail("it did not hold in any of the attempts")
 
 
 class Watching:

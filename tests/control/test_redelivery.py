@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from tests.contracts.prefill_queue_contract import PARTITION, prefill, pulled
+from tests.contracts.waiting import holds
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
@@ -42,18 +43,25 @@ async def test_a_worker_with_a_short_lease_takes_nothing_from_one_that_works_on(
     patient = await connect_control(ControlConfig(control=url, lease_ttl_s=60.0))
     hasty = await connect_control(ControlConfig(control=url, lease_ttl_s=0.5))
     try:
-        await patient.prefill_queue.push(prefill("a"))
-        working = await pulled(patient.prefill_queue)
+        assert await patient.prefill_queue.pull(PARTITION, 0.0) is None
         # With this the line has the short wait, for all.
         assert await hasty.prefill_queue.pull(PARTITION, 0.0) is None
-        for _ in range(round(2 * MIN_ACK_WAIT_S / KEEPALIVE_INTERVAL_S)):
-            await asyncio.sleep(KEEPALIVE_INTERVAL_S)
-            await working.in_progress()
-        assert await hasty.prefill_queue.pull(PARTITION, 0.0) is None
-        # It has fallen silent.
-        again = await pulled(hasty.prefill_queue, MAX_ACK_WAIT_S - MIN_ACK_WAIT_S)
-        assert (again.request.request_id, again.num_deliveries) == ("a", 2)
-        await again.ack()
+
+        async def attempt() -> bool:
+            await patient.prefill_queue.push(prefill("a"))
+            working = await pulled(patient.prefill_queue)
+            for _ in range(round(2 * MIN_ACK_WAIT_S / KEEPALIVE_INTERVAL_S)):
+                await asyncio.sleep(KEEPALIVE_INTERVAL_S)
+                await working.in_progress()
+            again = None
+            took = await hasty.prefill_queue.pull(PARTITION, 0.0)
+            if took is None:
+                # It has fallen silent.
+                again = await hasty.prefill_queue.pull(PARTITION, MAX_ACK_WAIT_S - MIN_ACK_WAIT_S)
+            await (took or again or working).ack()
+            return took is None and again is not None and again.num_deliveries == 2
+
+        await holds(attempt)
     finally:
         await patient.close()
         await hasty.close()

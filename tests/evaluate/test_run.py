@@ -23,6 +23,8 @@ SMALL = "from kvrelay.evaluate import options; options.SHORT = options.Sizes(1, 
 MAIN = SMALL + "from kvrelay.cli.main import main; import sys; main(sys.argv[1:])"
 HERE = "from kvrelay.simulate import pool; pool.MAX_PROCESSES = 1; "
 """``tests/simulate`` has trials in processes, of which each takes a second to start."""
+HELD = "import time; from kvrelay.simulate import pool; pool.wait = lambda *_, **__: time.sleep(1000); "
+"""No trial ends, so that the evaluation has not ended before it is interrupted."""
 LOAD = "poisson:rate=20,num=16,prompt=64,answer=8"
 
 
@@ -42,7 +44,7 @@ def keys(output: Path) -> list[str]:
 
 @pytest.mark.system
 def test_an_interrupted_evaluation_ends_its_processes_and_goes_on_with_what_is_left(tmp_path: Path) -> None:
-    first = start(tmp_path)
+    first = start(tmp_path, before=HELD)
     deadline_s = time.monotonic() + LONG_S
     while "calibration / 1P1D" not in keys(tmp_path):
         assert first.poll() is None, first.communicate()

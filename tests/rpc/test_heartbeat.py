@@ -17,6 +17,8 @@ from kvrelay.rpc.wire import Message
 
 QUICK = Heartbeat(interval_s=0.2, timeout_s=0.8)
 SLOW = Heartbeat(interval_s=10.0, timeout_s=30.0)
+CALM = Heartbeat(interval_s=0.5, timeout_s=2.5)
+"""Its ends are not lost when a busy machine holds them up."""
 
 
 @pytest.mark.parametrize("ttl_s", [1.0, 2.0, 10.0, 60.0, 3600.0])
@@ -66,7 +68,7 @@ async def test_a_client_that_stands_still_is_gone():
             child.communicate()
 
 
-@pytest.mark.parametrize(("servers", "clients"), [(QUICK, SLOW), (SLOW, QUICK)])
+@pytest.mark.parametrize(("servers", "clients"), [(CALM, SLOW), (SLOW, CALM)])
 async def test_ends_with_different_leases_keep_their_connection(servers, clients):
     async with started(ZmqRpcServer(heartbeat=servers)) as server:
         received: list[Message] = []
@@ -76,7 +78,7 @@ async def test_ends_with_different_leases_keep_their_connection(servers, clients
         async with connected(ZmqRpcClient(server.address, heartbeat=clients)) as client:
             client.send(Ping(1))
             # Nothing happens, for longer than the shorter timeout allows.
-            await asyncio.sleep(2 * QUICK.detection_s)
+            await asyncio.sleep(1.2 * CALM.detection_s)
             client.send(Ping(2))
             await eventually(lambda: received == [Ping(1), Ping(2)])
             assert client.is_connected

@@ -64,6 +64,10 @@ def server() -> Iterator[Serve]:
         "always",
         "--order",
         "decode-first",
+        "--slo-ttft-ms",
+        "60000",
+        "--slo-itl-ms",
+        "60000",
     )
     with Serve(flags) as running_one:
         yield running_one

@@ -38,6 +38,7 @@ from kvrelay.config import (
 )
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
+from kvrelay.control.nats import connection as nats_connection
 from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.jetstream import JetStream
@@ -439,11 +440,15 @@ class Cluster:
         await discovery.put(key, msgspec.json.encode(entry), await discovery.grant(FRONTEND_LEASE_TTL_S))
 
     async def pair(self) -> tuple[Node, Node, Client]:
-        """A prefill worker, a decode worker that knows of it, and a client of the latter."""
+        """A prefill and a decode worker that know of each other, and a client of the latter."""
         prefill = await self.join(WorkerRole.PREFILL)
         decode = await self.join(WorkerRole.DECODE)
-        await self.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await self.acquainted(prefill, decode)
         return prefill, decode, await self.client(decode)
+
+    async def acquainted(self, prefill: Node, decode: Node) -> None:
+        await self.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await self.until(lambda: decode.id in prefill.worker.inspect().peers.leased)
 
     async def until(self, condition, timeout_s: float = PATIENCE_S) -> None:
         await noticed(condition, timeout_s)
@@ -511,7 +516,7 @@ async def cluster(
     *, lease_ttl_s: float = LEASE_TTL_S, transfer: TransferConfig = LOOPBACK, tail_tokens: int = 0, **settings: float
 ) -> AsyncIterator[Cluster]:
     """A cluster on a NATS server that no other one uses meanwhile; checked and taken down at the end. Its workers wait
-    for the keys of those who call them as patiently as the tests do."""
+    for the keys of those who call them, and for the server, as patiently as the tests do."""
     nats = _idle_servers.pop() if _idle_servers else NatsServerProcess()
     disagg = replace(DisaggConfig(disagg_policy="threshold", max_local_prefill_length=64), **settings)
     control = ControlConfig(control=nats.start(), lease_ttl_s=lease_ttl_s)
@@ -521,6 +526,7 @@ async def cluster(
             mock.patch.object(turns, "MonotonicClock", return_value=shared.clock),
             mock.patch.object(transfer_thread, "MonotonicClock", return_value=shared.transfer_clock),
             mock.patch.object(callers, "ADMISSION_WAIT_S", PATIENCE_S),
+            mock.patch.object(nats_connection, "REQUEST_TIMEOUT_S", PATIENCE_S),
         ):
             yield shared
             await shared.check_idle()

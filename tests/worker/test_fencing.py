@@ -221,6 +221,7 @@ async def test_a_decode_worker_whose_lease_is_revoked_finishes_its_requests():
         for number in range(4):
             assert await client.answer(f"r{number}") == expected(prompt(1500, number), 8)
         assert await client.answer("decoding") == expected(prompt(20), 600)
+        await shared.until(lambda: len(listed) > 1)
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         assert listed == [WatchKind.PUT, WatchKind.DELETE]

@@ -25,7 +25,7 @@ async def pair_of(shared: Cluster, of_prefill: int, of_decode: int) -> tuple[Nod
     """A pair with these block sizes."""
     prefill = await shared.join(WorkerRole.PREFILL, block_size=of_prefill)
     decode = await shared.join(WorkerRole.DECODE, block_size=of_decode)
-    await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+    await shared.acquainted(prefill, decode)
     return prefill, decode, await shared.client(decode)
 
 

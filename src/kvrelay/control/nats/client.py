@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from kvrelay.control.nats.hidden_module import hidden_module
+from kvrelay.core.tasks import end_tasks
 
 # The library imports aiohttp, where it is installed, for websockets, which we do not offer. It would cost each process
 # 0.2 s of its start.
@@ -160,8 +161,11 @@ async def leave(client: Any) -> None:
     """Close a client, whatever state it is in, together with its socket.
 
     Its own ``close`` may raise anything while it reconnects with pending data, leaves the socket of a cancelled attempt
-    open, and does not wait for the server's side of a TLS session.
+    open, and does not wait for the server's side of a TLS session. An attempt to reconnect may miss that it is
+    cancelled; the closed client would be connected again, and stay so.
     """
+    if client._reconnection_task is not None:
+        await end_tasks([client._reconnection_task])
     await _ended(client.close())
     if client._transport:
         client._transport.abort()

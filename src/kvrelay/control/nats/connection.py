@@ -84,7 +84,8 @@ class NatsConnection:
         self.denied: set[str] = set()
         """Subjects on which the server refused our last message, in lower case."""
         self._asking: dict[str, set[asyncio.Timeout]] = {}
-        """Requests in flight, by subject: the server answers a refused request with an error of the connection."""
+        """Requests in flight, by subject: the server answers a refused request with an error of the connection,
+        and what was asked on a lost connection not at all."""
         self._last_error: Exception | None = None
         self._refused = asyncio.Event()
         """A refused login ends the attempts to connect at once."""
@@ -153,14 +154,10 @@ class NatsConnection:
             await self.client.publish(subject, data, reply=reply, headers=dict(headers) if headers else None)
 
     async def request(
-        self,
-        subject: str,
-        data: bytes,
-        *,
-        timeout_s: float = REQUEST_TIMEOUT_S,
-        headers: Mapping[str, str] | None = None,
+        self, subject: str, data: bytes, *, timeout_s: float | None = None, headers: Mapping[str, str] | None = None
     ) -> NatsMessage:
-        """One reply. Raises NoRespondersError, RequestTimeoutError, ControlDeniedError, ControlUnavailableError."""
+        """One reply, within REQUEST_TIMEOUT_S by default. Raises NoRespondersError, RequestTimeoutError,
+        ControlDeniedError, ControlUnavailableError, the latter also as soon as the connection is lost."""
         self._check(subject, data)
         key = subject.lower()
         with self._mapped(subject):
@@ -169,7 +166,10 @@ class NatsConnection:
                 asking.add(scope)
                 try:
                     message: NatsMessage = await self.client.request(
-                        subject, data, timeout=timeout_s, headers=dict(headers) if headers else None
+                        subject,
+                        data,
+                        timeout=REQUEST_TIMEOUT_S if timeout_s is None else timeout_s,
+                        headers=dict(headers) if headers else None,
                     )
                 finally:
                     asking.discard(scope)
@@ -244,6 +244,7 @@ class NatsConnection:
         except (nats_errors.TimeoutError, TimeoutError) as exc:
             if self.is_denied(subject):
                 raise ControlDeniedError(f"these credentials may not publish {subject} at {self.url}") from exc
+            self.check_connected()
             raise RequestTimeoutError(f"no answer to {subject} from {self.url}") from exc
         except (nats_errors.Error, OSError) as exc:
             raise ControlUnavailableError(f"control server {self.url}: {one_line(exc)}") from exc
@@ -256,6 +257,8 @@ class NatsConnection:
     async def _disconnected(self) -> None:
         if not self._is_closing:
             _log.warning("lost the connection to the control server %s; reconnecting", self.url)
+        for subject in list(self._asking):
+            self._give_up(subject)  # the answer was for the connection that is lost
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
@@ -269,6 +272,11 @@ class NatsConnection:
         denied = DENIED_PUBLISH.search(str(error).lower())
         if denied is not None:
             self.denied.add(denied[1])
-            for scope in self._asking.get(denied[1], ()):
-                scope.reschedule(asyncio.get_running_loop().time())
+            self._give_up(denied[1])
         _log.debug("control server %s: %s", self.url, one_line(error))
+
+    def _give_up(self, subject: str) -> None:
+        """No answer will come to what was asked there."""
+        for scope in self._asking.get(subject, ()):
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
