@@ -250,7 +250,11 @@ def parse_body(body: bytes, kind: type[Body], check_fields: FieldsCheck | None =
     try:
         value = _known_fields(reader, body)
         if value is None:
-            value, body = _any_fields(reader, body)
+            while value is None:
+                try:
+                    value = reader.decoder.decode(body)
+                except msgspec.ValidationError as exc:
+                    body = _with_integer(_fields.decode(body), exc)
             if check_fields is not None:
                 # The decoder skips other fields and does not look for UTF-8 in them.
                 check_fields(kind, _fields.decode(body))
@@ -276,20 +280,13 @@ def _known_fields(reader: _Reader[Body], body: bytes) -> Body | None:
         return None
 
 
-def _any_fields(reader: _Reader[Body], body: bytes) -> tuple[Body, bytes]:
-    """The request, and the body with 16 where it had 16.0 or 1.6e1 for an integer: JSON has one kind of numbers."""
-    while True:
-        try:
-            return reader.decoder.decode(body), body
-        except msgspec.ValidationError as exc:
-            field = re.fullmatch(r"Expected `int.*, got `float` - at `\$\.(\w+)`", str(exc))
-            if field is None:
-                raise
-            fields = _fields.decode(body)
-            number = float(bytes(fields[field[1]]))
-            if not number.is_integer():
-                raise
-            body = msgspec.json.encode(fields | {field[1]: int(number)})
+def _with_integer(fields: dict[str, msgspec.Raw], refusal: msgspec.ValidationError) -> bytes:
+    """The body with 16 where it has 16.0 or 1.6e1 for an integer: JSON has one kind of numbers. Raises ``refusal`` if
+    that is of something else."""
+    field = re.fullmatch(r"Expected `int.*, got `float` - at `\$\.(\w+)`", str(refusal))
+    if field is None or not (number := float(bytes(fields[field[1]]))).is_integer():
+        raise refusal
+    return msgspec.json.encode(fields | {field[1]: int(number)})
 
 
 MAX_TOOLS = 128
