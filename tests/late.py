@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -31,11 +32,16 @@ LATE_S = 0.1
 """Far longer than anything between two threads takes, far shorter than the time limits of the tests' clusters."""
 
 
+BEATS, CALMS = 30, 5
+"""Something comes between so many questions in a row, then not: whoever tries until nothing does comes to an end."""
+
+
 class Beating:
     """The leases that are kept alive, which send a keepalive while somebody else waits for an answer."""
 
     def __init__(self) -> None:
         self._loops: WeakKeyDictionary[NatsLease, asyncio.AbstractEventLoop] = WeakKeyDictionary()
+        self._questions = itertools.count()
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Of NATS: etcd's learn of a revocation by their keepalives."""
@@ -51,8 +57,9 @@ class Beating:
         task, here = asyncio.current_task(), asyncio.get_running_loop()
         if task is not None and task.get_name().startswith("lease "):
             return await asyncio.sleep(LATE_S / 10)
+        is_calm = next(self._questions) % (BEATS + CALMS) >= BEATS
         for lease, loop in list(self._loops.items()):
-            if loop is here:
+            if loop is here and not is_calm:
                 lease.wake()
         await asyncio.sleep(LATE_S)
 
