@@ -153,11 +153,12 @@ async def test_transfers_stop_before_the_lease_is_given_back():
 async def test_an_engine_that_dies_while_the_worker_drains_does_not_keep_it():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        prefill.slow_down(0.05)
         prefill.fail_at_step(5)
+        go_on = prefill.hold_steps()
         client.send("r", prompt(3000))
         await granted(shared, decode)
         prefill.worker.request_drain()
+        go_on.set()
         assert isinstance(await shared.gone(prefill), EngineDeadError)
         assert await client.answer("r") == expected(prompt(3000), 8)
 
