@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import uvloop
-from tests.contracts.control_servers import wipe
+from tests.contracts.control_servers import expire_lease, wipe
 from tests.contracts.prefill_queue_contract import PARTITION, prefill
 from tests.contracts.waiting import eventually, watching
 from tests.control.configured_server import configured_server
@@ -700,6 +700,35 @@ async def test_a_revocation_is_not_missed_while_the_lease_is_looked_for(nats: Na
     await lease.start()
     lease.wake()
     await eventually(lambda: lost == ["the key", "the lease"])
+    await lease.revoke()
+    await connection.close()
+
+
+async def test_a_key_that_is_deleted_while_its_lease_registers_again_stays_away(nats: NatsServerProcess) -> None:
+    """A worker that drains while its lease was lost leaves the list of workers for good."""
+    told: list[str] = []
+
+    class Deleting(Bucket):
+        async def put(self, key: str, value: bytes, lease_id: str | None) -> int:
+            told.append(key)
+            if len(told) == 3:  # the first of the two again
+                lease.forget("second")
+                await self.delete("second")
+            return await super().put(key, value, lease_id)
+
+    connection = await NatsConnection.connect(nats.url, PATIENCE_S)
+    bucket = Deleting(JetStream(connection), "again")
+    await bucket.ensure()
+    lease = NatsLease(bucket, 60.0, "", is_watched=lambda: True)
+    await lease.start()
+    await lease.put("first", b"1")
+    await lease.put("second", b"2")
+    old = lease.lease_id
+    await expire_lease(bucket, old)
+    lease.wake()
+    await eventually(lambda: lease.lease_id not in ("", old))
+    await lease.put("third", b"3")  # once everything is there again
+    assert told == ["first", "second", "first", "third"]
     await lease.revoke()
     await connection.close()
 

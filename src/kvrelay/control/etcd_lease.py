@@ -127,8 +127,7 @@ class EtcdLease(HeldLease):
     async def _register_again(self) -> None:
         old_id = self._id
         await self._grant()
-        for key, value in list(self._values.items()):
-            await self._put(key, value)
+        await self._put_again(self._put)
         self._is_registered = True
         _log.info("lease %s replaces %x; registered its %d keys again", self.lease_id, old_id, len(self._values))
         try:

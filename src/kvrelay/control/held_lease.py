@@ -74,6 +74,12 @@ class HeldLease(ABC):
             await self.stop()
             await self._end_at_server()
 
+    async def _put_again(self, put: Callable[[str, bytes], Awaitable[object]]) -> None:
+        """All keys under a new lease, without those that are forgotten meanwhile."""
+        for key in list(self._values):
+            if (value := self._values.get(key)) is not None:
+                await put(key, value)
+
     @abstractmethod
     async def _end_at_server(self) -> None: ...
 

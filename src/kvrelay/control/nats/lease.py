@@ -71,8 +71,7 @@ class NatsLease(HeldLease):
         if not self.lease_id:
             await self._grant()
         if not self._is_registered:
-            for key, value in list(self._values.items()):
-                await self._bucket.put(key, value, self.lease_id)
+            await self._put_again(lambda key, value: self._bucket.put(key, value, self.lease_id))
             self._is_registered = True
 
     async def _end(self) -> None:
