@@ -216,10 +216,12 @@ async def test_aborts_at_every_stage_free_everything():
 
 async def test_a_half_that_is_aborted_alone_leaves_the_other_to_itself():
     async with paired() as pair:
-        pair.prefill.slow_down(0.02)
+        go_on = pair.prefill.hold_steps()
         request_id = pair.send(prompt(2000))
         await pair.shared.until(lambda: pair.decode.ledger.num_grants == 1)
         pair.to_prefill.connection.send(AbortRequest(request_id))
+        await pair.shared.until(lambda: pair.decode.ledger.num_grants == 0)
+        go_on.set()
         assert await pair.answer(request_id) == expected(prompt(2000), 8)
         assert pair.num_remote == 0
         assert request_id not in pair.to_prefill.tokens
