@@ -30,7 +30,6 @@ from kvrelay.planner.base import FleetView, Objectives
 SATURATED = 0.95
 LEAST_USE = 0.01
 """Of workers behind which something waits."""
-SHARE_STEP = 0.25
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 TAIL = 2.33
 """Standard deviations to the 99th percentile: the objective between tokens is for that of an answer's gaps."""
@@ -157,7 +156,7 @@ def assess(shape: Shape, load: Load, worker: Worker, objectives: Objectives) -> 
             itl_s=MAX_COST_S,
             drain_s=0.0,
         )
-    least = load.least_share - SHARE_STEP / 2.0
+    least = load.least_share - SHARES[1] / 2.0  # the nearest of them
     shares = [share for share in SHARES if share >= least] if shape.prefill or load.least_share else [0.0]
     return min((_with_share(shape, load, worker, objectives, share) for share in shares), key=lambda it: it.lateness)
 

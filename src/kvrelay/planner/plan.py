@@ -357,11 +357,10 @@ def _choose(
     """``objectives``: those that some fleet can meet; ``given``: what people are told of."""
     shape = shape_of(fleet)
     load = msgspec.structs.replace(load, least_share=state.least_share)
-    now = assess(shape, load, worker, objectives)
     if any(shares := stands(state.backlog, objectives)):
         load = standing(shape, load, worker, objectives, *shares)
         state = msgspec.structs.replace(state, least_share=load.least_share)
-        now = assess(shape, load, worker, objectives)
+    now = assess(shape, load, worker, objectives)
     hits = sum(worker.load.prefix_hit_rate for worker in fleet.workers) / len(fleet.workers)
     lost_prefix_s = hits * worker.kv_tokens * worker.cost.prefill_token_s
     options = _options(fleet, state, now, shape, DRAIN_MARGIN * (now.drain_s + lost_prefix_s))
