@@ -30,7 +30,7 @@ async def full(transfer: TransferConfig = LOOPBACK, **engine: int) -> AsyncItera
     async with cluster(transfer=transfer) as shared:
         prefill = await shared.join(WorkerRole.PREFILL, **engine)
         decode = await shared.join(WorkerRole.DECODE)
-        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await shared.acquainted(prefill, decode)
         await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         await decode.engine.call(lambda core: core.pool.allocate(core.pool.num_blocks))
         yield PairedClient(shared, prefill, decode, await shared.client(prefill), await shared.client(decode))

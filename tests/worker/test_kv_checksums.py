@@ -36,7 +36,7 @@ async def mixed_pair(shared: Cluster, of_prefill: bool, of_decode: bool) -> tupl
     prefill = await shared.join(WorkerRole.PREFILL)
     shared.transfer = replace(LOOPBACK, kv_checksums=of_decode)
     decode = await shared.join(WorkerRole.DECODE)
-    await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+    await shared.acquainted(prefill, decode)
     return prefill, decode, await shared.client(decode)
 
 

@@ -157,7 +157,7 @@ async def test_a_decode_worker_without_room_makes_the_kv_wait_not_the_client():
     async with cluster() as shared:
         prefill = await shared.join(WorkerRole.PREFILL)
         decode = await shared.join(WorkerRole.DECODE, num_blocks=40)
-        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await shared.acquainted(prefill, decode)
         await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         client = await shared.client(decode)
         pair = PairedClient(shared, prefill, decode, await shared.client(prefill), client)

@@ -49,7 +49,7 @@ async def pair_of(shared: Cluster, of_prefill: int, of_decode: int) -> tuple[Nod
     prefill, decode = await asyncio.gather(
         shared.join(WorkerRole.PREFILL, ranks(of_prefill)), shared.join(WorkerRole.DECODE, ranks(of_decode))
     )
-    await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+    await shared.acquainted(prefill, decode)
     return prefill, decode, await shared.client(decode)
 
 

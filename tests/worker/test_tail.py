@@ -46,7 +46,7 @@ async def paired(
     async with cluster(transfer=transfer, tail_tokens=tail_tokens, **settings) as shared:
         prefill = await shared.join(WorkerRole.PREFILL, block_size=sizes[0])
         decode = await shared.join(WorkerRole.DECODE, block_size=sizes[1])
-        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await shared.acquainted(prefill, decode)
         await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         yield PairedClient(shared, prefill, decode, await shared.client(prefill), await shared.client(decode))
 
@@ -193,7 +193,7 @@ async def test_with_a_model(transport: str, tail_tokens: int) -> None:
     async with cluster(transfer=TRANSPORTS[transport], max_local_prefill_length=0) as shared:
         prefill = await shared.join(WorkerRole.PREFILL, torch(tail_tokens))
         decode = await shared.join(WorkerRole.DECODE, torch(tail_tokens))
-        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await shared.acquainted(prefill, decode)
         await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         pair = PairedClient(shared, prefill, decode, await shared.client(prefill), await shared.client(decode))
         for order in HandoffOrder:

@@ -73,7 +73,7 @@ async def _pair(exchange: Exchange, upstream: dict[str, str], **disagg: object) 
         async with cluster(**disagg) as running:
             prefill = await running.join(WorkerRole.PREFILL, host=partial(_host, servers[0].url, upstream))
             decode = await running.join(WorkerRole.DECODE, host=partial(_host, servers[1].url, upstream))
-            await running.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+            await running.acquainted(prefill, decode)
             for server in servers:
                 server.script.bodies.clear()
             pair = Pair(running, prefill, decode, await running.client(decode), servers)
@@ -116,7 +116,7 @@ async def test_kv_that_the_servers_move_counts_as_moved() -> None:
         async with cluster() as running:
             prefill = await running.join(WorkerRole.PREFILL, host=partial(host, urls[0]))
             decode = await running.join(WorkerRole.DECODE, host=partial(host, urls[1]))
-            await running.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+            await running.acquainted(prefill, decode)
             client = await running.client(decode)
             for number in range(3):
                 client.send(f"r{number}", prompt(100, start=number), 8)

@@ -380,7 +380,7 @@ async def _pair(**disagg: object) -> AsyncIterator[tuple[Cluster, Node, Node, Cl
     async with cluster(disagg_policy="always", **disagg) as running:
         prefill = await running.join(WorkerRole.PREFILL, host=partial(_host, libraries[0], _settings()))
         decode = await running.join(WorkerRole.DECODE, host=partial(_host, libraries[1], _settings()))
-        await running.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await running.acquainted(prefill, decode)
         yield running, prefill, decode, await running.client(decode), libraries
         engines = [node.engine for node in (prefill, decode)]
 
