@@ -610,6 +610,30 @@ def test_a_watcher_that_was_slow_does_not_end_a_living_lease(nats: NatsServerPro
     asyncio.run(scenario())
 
 
+async def test_a_far_server_is_asked_four_times_before_a_short_lease_ends(
+    nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer takes a fifth of the lease's time, for ever, so the answers of a server that pauses look alike."""
+    num_asked = 0
+
+    async def from_afar(bucket: Bucket, lease_id: str) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.sleep(0.1)
+        return await has_lease(bucket, lease_id)
+
+    has_lease = Bucket.has_lease
+    async with plane(nats.url, "far") as control, watching(control.discovery, "kvrelay/") as watch:
+        lease = await control.discovery.grant(0.5)
+        await control.discovery.put("kvrelay/far/workers/w", b"1", lease)
+        await eventually(lambda: bool(watch.state))
+        monkeypatch.setattr(Bucket, "has_lease", from_afar)
+        assert isinstance(lease, NatsLease)
+        await lease.stop()
+        await eventually(lambda: watch.state == {})
+        assert num_asked == 4
+
+
 def test_a_server_that_hangs_costs_no_registration(tmp_path: Path) -> None:
     """Silent for twice the lease's time, as in a network cut: the holder cannot know whether others see it as dead, and
     counts its lease as lost; but nobody ended it."""
