@@ -45,6 +45,7 @@ from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.plane import NatsControlPlane
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
+from kvrelay.control.queue_order import CLASSES
 from kvrelay.errors import (
     AddressInUseError,
     ConfigError,
@@ -495,6 +496,44 @@ async def test_an_entry_that_is_dropped_does_not_come_again(nats: NatsServerProc
             await asyncio.sleep(0.02)
     await queue.close()
     await connection.close()
+
+
+async def test_pushes_in_flight_share_the_creation_of_their_partition(
+    nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start, and when the server has lost the stream."""
+    consumers: list[object] = []
+    refused: list[str] = []
+    create_consumer, publish = JetStream.create_consumer, JetStream.publish
+
+    async def counted(jetstream: JetStream, stream: str, config: Mapping[str, object]) -> ConsumerInfo:
+        await eventually(lambda: len(refused) in (0, 20))
+        consumers.append(config["name"])
+        return await create_consumer(jetstream, stream, config)
+
+    async def refusable(jetstream: JetStream, subject: str, data: bytes, headers: object = None) -> int:
+        try:
+            return await publish(jetstream, subject, data)
+        except NoRespondersError:
+            refused.append(subject)
+            raise
+
+    monkeypatch.setattr(JetStream, "create_consumer", counted)
+    monkeypatch.setattr(JetStream, "publish", refusable)
+    async with plane(nats.url, "shared") as control:
+        queue = control.prefill_queue
+
+        async def push_all() -> None:
+            await asyncio.gather(*(queue.push(prefill(f"r{number}")) for number in range(20)))
+
+        await push_all()
+        assert len(consumers) == len(CLASSES)
+        connection = await NatsConnection.connect(nats.url, PATIENCE_S)
+        await connection.request("$JS.API.STREAM.DELETE.kvrelay_shared_prefill", b"")
+        await connection.close()
+        await push_all()
+        assert len(consumers) == 2 * len(CLASSES)
+        assert await queue.size(PARTITION) == 20
 
 
 def test_a_flush_comes_behind_what_was_sent_before(nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
