@@ -45,6 +45,7 @@ from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.plane import NatsControlPlane
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
+from kvrelay.control.queue_order import CLASSES
 from kvrelay.errors import (
     AddressInUseError,
     ConfigError,
@@ -497,6 +498,44 @@ async def test_an_entry_that_is_dropped_does_not_come_again(nats: NatsServerProc
     await connection.close()
 
 
+async def test_pushes_in_flight_share_the_creation_of_their_partition(
+    nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start, and when the server has lost the stream."""
+    consumers: list[object] = []
+    refused: list[str] = []
+    create_consumer, publish = JetStream.create_consumer, JetStream.publish
+
+    async def counted(jetstream: JetStream, stream: str, config: Mapping[str, object]) -> ConsumerInfo:
+        await eventually(lambda: len(refused) in (0, 20))
+        consumers.append(config["name"])
+        return await create_consumer(jetstream, stream, config)
+
+    async def refusable(jetstream: JetStream, subject: str, data: bytes, headers: object = None) -> int:
+        try:
+            return await publish(jetstream, subject, data)
+        except NoRespondersError:
+            refused.append(subject)
+            raise
+
+    monkeypatch.setattr(JetStream, "create_consumer", counted)
+    monkeypatch.setattr(JetStream, "publish", refusable)
+    async with plane(nats.url, "shared") as control:
+        queue = control.prefill_queue
+
+        async def push_all() -> None:
+            await asyncio.gather(*(queue.push(prefill(f"r{number}")) for number in range(20)))
+
+        await push_all()
+        assert len(consumers) == len(CLASSES)
+        connection = await NatsConnection.connect(nats.url, PATIENCE_S)
+        await connection.request("$JS.API.STREAM.DELETE.kvrelay_shared_prefill", b"")
+        await connection.close()
+        await push_all()
+        assert len(consumers) == 2 * len(CLASSES)
+        assert await queue.size(PARTITION) == 20
+
+
 def test_a_flush_comes_behind_what_was_sent_before(nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A subscriber whose flush was answered misses nothing that is published from then on."""
 
@@ -608,6 +647,30 @@ def test_a_watcher_that_was_slow_does_not_end_a_living_lease(nats: NatsServerPro
             assert output == b""
 
     asyncio.run(scenario())
+
+
+async def test_a_far_server_is_asked_four_times_before_a_short_lease_ends(
+    nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer takes a fifth of the lease's time, for ever, so the answers of a server that pauses look alike."""
+    num_asked = 0
+
+    async def from_afar(bucket: Bucket, lease_id: str) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.sleep(0.1)
+        return await has_lease(bucket, lease_id)
+
+    has_lease = Bucket.has_lease
+    async with plane(nats.url, "far") as control, watching(control.discovery, "kvrelay/") as watch:
+        lease = await control.discovery.grant(0.5)
+        await control.discovery.put("kvrelay/far/workers/w", b"1", lease)
+        await eventually(lambda: bool(watch.state))
+        monkeypatch.setattr(Bucket, "has_lease", from_afar)
+        assert isinstance(lease, NatsLease)
+        await lease.stop()
+        await eventually(lambda: watch.state == {})
+        assert num_asked == 4
 
 
 def test_a_server_that_hangs_costs_no_registration(tmp_path: Path) -> None:

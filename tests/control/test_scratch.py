@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,18 @@ def test_the_next_start_removes_the_directory_of_a_killed_process(temporary: Pat
     assert left.exists()
     ScratchDirectory(PREFIX).remove()
     assert not left.exists()
+
+
+def test_the_next_start_ends_a_removal_in_which_its_process_was_killed(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ScratchDirectory(PREFIX)
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda path, **_: (path / "owner.lock").unlink())
+        directory.remove()
+    assert [*temporary.iterdir()]
+    ScratchDirectory(PREFIX).remove()
+    assert not [*temporary.iterdir()]
 
 
 def test_without_a_temporary_directory_the_start_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

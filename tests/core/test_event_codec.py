@@ -110,6 +110,11 @@ def test_impossible_transfer_costs_are_dropped_and_the_rest_of_the_sample_counts
     assert len(decode_load(encode_frame(msgspec.structs.replace(LOAD, transfer_costs=many))).transfer_costs) == 16
 
 
+def test_a_sample_names_a_bounded_number_of_avoided_workers() -> None:
+    names = tuple(map(str, range(1000)))
+    assert decode_load(encode_frame(msgspec.structs.replace(LOAD, avoided=names))).avoided == names[:64]
+
+
 def test_a_page_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ProtocolError):
         decode_replay_reply(encode_frame(ReplayReply("w", 0, 0, (), page=1)))

@@ -244,6 +244,8 @@ async def test_a_stream_that_breaks_ends_with_an_error(model_dir: Path) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content of type text needs a text"),
+        ({"system": [{"type": "text"}]}, "content of type text needs a text"),
         ({"messages": [{"role": "user", "content": []}]}, "a message of role user has no content"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "tool_result"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}, "messages"),

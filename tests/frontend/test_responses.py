@@ -288,6 +288,19 @@ async def test_refused_by_name(model_dir: Path, fields: dict[str, object], param
         assert not cluster.workers["w0"].requests
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "input_image"}, "content of type input_image is not supported"),
+        ({"type": "input_text"}, "content of type input_text needs a text"),
+        ({"type": "refusal", "text": "x"}, "content of type refusal needs a refusal"),
+    ],
+)
+def test_a_part_that_cannot_be_read_is_refused_with_the_reason(part: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
+        chat(input=[{"role": "user", "content": [part]}])
+
+
 def test_a_hint_names_the_field_of_this_api() -> None:
     with pytest.raises(InvalidInputError, match="use max_output_tokens"):
         RequestFields("ignore").check(ResponsesRequest, {"max_new_tokens": msgspec.Raw(b"1")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from unittest.mock import AsyncMock
@@ -47,6 +48,20 @@ def test_only_the_user_can_read_it_and_it_ends_with_the_cluster(state: Path) -> 
     assert not [*state.rglob("*.json")]
     with pytest.raises(ConfigError, match="no cluster of yours"):
         choose_cluster(None)
+
+
+def test_a_full_disk_keeps_nothing_of_it(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, flags: int, mode: int = 0o777) -> int:
+        os.close(os_open(path, flags, mode))
+        return os_open("/dev/full", os.O_WRONLY)
+
+    os_open = os.open
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "open", full)
+        with announced(cluster()):
+            disk.undo()
+            assert running_clusters() == []
+    assert not [*state.rglob("*.json")]
 
 
 def test_what_dead_processes_left_is_ignored_and_removed(state: Path) -> None:

@@ -123,6 +123,18 @@ def test_both_halves_of_a_pair_have_the_adapter() -> None:
         assert (decision.prefill.worker_id, decision.decode.worker_id) == ("p1", "d1")
 
 
+@pytest.mark.parametrize("policy", ["kv", "kv-weights", "random"])
+def test_no_pair_has_a_prefill_worker_that_its_decode_worker_avoids(policy: str) -> None:
+    """It would begin the prompt for a decode worker that declines its KV and computes the prompt itself."""
+    pairs = pair_router(policy, disagg_policy="threshold", max_prefill_queue_size=1000)
+    for name, avoided in (("d0", ("p0", "p1")), ("d1", ("p0",))):
+        pairs.decodes.apply_metrics(msgspec.structs.replace(metrics(name, 0), avoided=avoided))
+    found = [pairs.choose(request(f"r{number}"), must_be_local=False) for number in range(40)]
+    assert {(pair.prefill.worker_id, pair.decode.worker_id) for pair in found if pair.prefill} == {("p1", "d1")}
+    pairs.decodes.apply_metrics(msgspec.structs.replace(metrics("d1", 0), seq=2, avoided=("p0", "p1")))
+    assert pairs.choose(request("none"), must_be_local=False).place is PrefillPlace.LOCAL_NO_PREFILL_WORKER
+
+
 def test_the_pair_with_the_faster_way_is_chosen_once_it_is_measured() -> None:
     pairs = pair_router(disagg_policy="threshold")
     ways = {("p0", "d0"): 4e-6, ("p0", "d1"): 4e-6, ("p1", "d0"): 4e-6, ("p1", "d1"): 1e-7}

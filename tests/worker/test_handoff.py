@@ -267,10 +267,12 @@ async def test_no_prefill_is_sent_away_while_the_only_prefill_worker_is_avoided(
         prefill, decode, client = await shared.pair()
         for _ in range(2):
             decode.ledger.conduct.failed(prefill.id, shared.clock.now(), decode.ledger.rules.avoid_s)
+        loads = await client.loads(decode)
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         places = decode.worker.stats().decode.places
         assert places == {PrefillPlace.LOCAL_NO_PREFILL_WORKER: 1}
+        await shared.until(lambda: any(sample.avoided == (prefill.id,) for sample in loads))
         shared.clock.skip(decode.ledger.rules.avoid_s)
         client.send("later", prompt(300, 1))
         assert await client.answer("later") == expected(prompt(300, 1), 8)

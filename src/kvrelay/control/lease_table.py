@@ -48,6 +48,8 @@ class LeaseState(msgspec.Struct):
     is_proven: bool
     is_missing: bool = False
     """The server did not have the lease in the last listing, so it will not announce the lease's end."""
+    num_slow_answers: int = 0
+    """How often the server was slow to tell that there is no newer keepalive."""
 
 
 class LeaseTable:

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +22,8 @@ from kvrelay.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 LOCK_NAME = "owner.lock"
+GONE = ".gone"
+"""The end of a directory's name while it is removed."""
 
 
 class ScratchDirectory:
@@ -37,7 +40,7 @@ class ScratchDirectory:
 
     def remove(self) -> None:
         """Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         self._lock.close()
 
 
@@ -53,10 +56,18 @@ def _locked(directory: Path) -> IO[bytes]:
 def _remove_abandoned(prefix: str) -> None:
     for directory in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         try:
-            if _is_ours(directory) and _is_abandoned(directory / LOCK_NAME):
-                shutil.rmtree(directory, ignore_errors=True)
+            if _is_ours(directory) and (directory.suffix == GONE or _is_abandoned(directory / LOCK_NAME)):
+                _remove(directory)
         except OSError as exc:
             _log.debug("%s is left alone: %s", directory, exc)
+
+
+def _remove(directory: Path) -> None:
+    """Under a name that tells, whatever is left of it, that it has no owner: this process may be killed meanwhile."""
+    gone = directory.with_suffix(GONE)
+    with suppress(OSError):
+        directory.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _is_ours(directory: Path) -> bool:

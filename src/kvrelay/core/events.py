@@ -105,6 +105,10 @@ class Flow(msgspec.Struct, frozen=True, array_like=True):
         return min(self.num_transfers, self.num_bytes) >= 0 and 0.0 <= self.seconds < math.inf
 
 
+MAX_AVOIDED = 64
+"""A load sample names so many avoided workers at most."""
+
+
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that an engine has prefilled and generated since its start, in ``num_steps`` forward passes (0 also of a
     worker of an earlier release); and those that it has drafted and accepted, with speculative decoding."""
@@ -141,6 +145,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     ``step_cost``: what a step of this worker costs, as fitted so far, and where that comes from. ``transfer_costs``: of
     the peers used last.
     ``load_costs``: of the tiers that it has, and of other workers' prefixes if it reads those.
+    ``avoided``: prefill workers whose KV it declines for now, since they have failed it.
     ``flows``, ``tokens`` and ``activity`` are for people who watch; a worker of an earlier release publishes none.
     """
 
@@ -162,6 +167,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     step_cost_source: CostSource = CostSource.MEASURED
     transfer_costs: tuple[TransferCost, ...] = ()
     load_costs: tuple[LoadCost, ...] = ()
+    avoided: tuple[str, ...] = ()
     flows: tuple[Flow, ...] = ()
     tokens: TokenCounts | None = None
     activity: Activity | None = None
@@ -169,7 +175,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     @property
     def without_details(self) -> LoadMetrics:
         """Without what concerns single peers and tiers, and what people watch."""
-        return msgspec.structs.replace(self, transfer_costs=(), load_costs=(), flows=(), activity=None)
+        return msgspec.structs.replace(self, transfer_costs=(), load_costs=(), avoided=(), flows=(), activity=None)
 
     @property
     def sound(self) -> LoadMetrics:
@@ -180,5 +186,6 @@ class LoadMetrics(msgspec.Struct, frozen=True):
             step_cost=self.step_cost if self.step_cost is not None and self.step_cost.is_sound else None,
             transfer_costs=tuple(cost for cost in self.transfer_costs[:MAX_TRANSFER_PEERS] if cost.is_sound),
             load_costs=tuple(cost for cost in self.load_costs[:MAX_LOAD_COSTS] if cost.is_sound),
+            avoided=self.avoided[:MAX_AVOIDED],
             flows=tuple(flow for flow in self.flows[:MAX_FLOWS] if flow.is_sound),
         )

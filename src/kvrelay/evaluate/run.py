@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -66,8 +65,6 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
         again = f", {journal.num_failed} failed ones are run again" if journal.num_failed else ""
         click.echo(f"going on from {options.output}: {len(journal)} cases are done{again}", err=True)
     bench = Workbench(options, load, journal, PartBar(bar))
-    # Of simulated workers.
-    logging.getLogger("kvrelay.worker").setLevel(logging.ERROR)
     sections, figures, measured = _sections(bench, certificate)
     journal.add(END, None)
     report = Report(

@@ -48,11 +48,13 @@ from kvrelay.frontend.openai.requests import (
     ToolCall,
     ToolChoice,
     common_fields,
+    part_text,
 )
 from kvrelay.http.errors import Failure
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = "/v1/messages/count_tokens"
+_SERVED = ("text",)
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -415,8 +417,8 @@ def _turns(message: InputMessage) -> Iterator[ChatMessage]:
     calls: list[ToolCall] = []
     for block in message.content:
         match block.type:
-            case "text" if block.text is not None:
-                texts.append(block.text)
+            case "text":
+                texts.append(part_text(block.type, block.text, _SERVED, "messages"))
             case "tool_use" if message.role == "assistant":
                 calls.append(_call(block))
             case "tool_result" if message.role == "user":
@@ -458,10 +460,7 @@ def _result(block: ContentBlock) -> ChatMessage:
 def _text(content: str | Sequence[TextBlock], param: str) -> str:
     if isinstance(content, str):
         return content
-    for block in content:
-        if block.type != "text" or block.text is None:
-            raise InvalidInputError(f"content of type {block.type} is not supported", param=param)
-    return "\n".join(block.text or "" for block in content)
+    return "\n".join(part_text(block.type, block.text, _SERVED, param) for block in content)
 
 
 def _tool(tool: AnthropicTool) -> Tool:

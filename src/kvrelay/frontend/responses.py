@@ -62,10 +62,12 @@ from kvrelay.frontend.openai.requests import (
     ToolCall,
     ToolChoice,
     common_fields,
+    part_text,
 )
 from kvrelay.http.errors import Failure
 
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
+_SERVED = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -561,13 +563,10 @@ class _Turns:
 def _text(content: str | Sequence[ContentPart]) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for part in content:
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type.rpartition("_")[2] not in ("text", "refusal") or text is None:
-            raise InvalidInputError(f"content of type {part.type} is not supported", param="input")
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(
+        part_text(part.type, part.refusal if part.type == "refusal" else part.text, _SERVED, "input")
+        for part in content
+    )
 
 
 def _tool(tool: ResponseTool) -> Tool:

@@ -54,8 +54,8 @@ def announced(cluster: RunningCluster) -> Iterator[None]:
         path = directory / f"{cluster.machine}-{cluster.pid}.json"
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            written = path
             file.write(msgspec.json.encode(cluster))
-        written = path
     try:
         yield
     finally:

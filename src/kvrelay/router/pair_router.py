@@ -14,7 +14,7 @@ import copy
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -200,7 +200,8 @@ class PairRouter:
             return PairDecision(PrefillPlace.UNDECIDED if is_auto else place, alone), None
         if costs is None:
             prefill = self.prefills.explain(request) if explains else self.prefills.pick(halves)
-            if not _can_exchange(halves.workers[prefill.worker_id], survey.workers[alone.worker_id]):
+            both = halves.workers[prefill.worker_id], survey.workers[alone.worker_id]
+            if not _can_exchange(*both, self.decodes.avoided):
                 return PairDecision(PrefillPlace.LOCAL_NO_PREFILL_WORKER, alone), None
             return PairDecision(place, alone, _plain(prefill)), halves
         if not np.isfinite(costs.total).any():
@@ -296,13 +297,13 @@ class PairRouter:
         """None under a policy without costs. ``doubted``: transfers from these prefill workers count as unmeasured."""
         if self.decodes.config.router not in ("kv", "kv-weights"):
             return None
-        pairs = [[(p, d) for d in survey.infos] for p in halves.infos]
+        pairs, avoided = [[(p, d) for d in survey.infos] for p in halves.infos], self.decodes.avoided
         numbers = (
             halves.candidates,
             survey.candidates,
             _free_tokens(survey),
             np.array([[p.host == d.host for p, d in row] for row in pairs], dtype=np.bool_),
-            np.array([[_can_exchange(p, d) for p, d in row] for row in pairs], dtype=np.bool_),
+            np.array([[_can_exchange(p, d, avoided) for p, d in row] for row in pairs], dtype=np.bool_),
         )
         costs = (
             pair_seconds(*numbers, self._transfer_seconds(halves, survey, doubted))
@@ -332,8 +333,13 @@ def _plain(decision: RoutingDecision) -> RoutingDecision:
     return RoutingDecision(**fields)
 
 
-def _can_exchange(prefill: WorkerInfo, decode: WorkerInfo) -> bool:
-    return prefill.worker_id != decode.worker_id and prefill.kv_compatibility == decode.kv_compatibility
+def _can_exchange(prefill: WorkerInfo, decode: WorkerInfo, avoided: Mapping[str, Collection[str]]) -> bool:
+    """``avoided``: by decode worker, the prefill workers whose KV it declines."""
+    return (
+        prefill.worker_id != decode.worker_id
+        and prefill.kv_compatibility == decode.kv_compatibility
+        and prefill.worker_id not in avoided.get(decode.worker_id, ())
+    )
 
 
 def _free_tokens(survey: Survey) -> FloatColumn:

@@ -95,6 +95,8 @@ class Router:
         self._load = LoadTable(block_size, clock)
         self._costs = WorkerCosts(clock, STALE_AFTER_S)
         self.transfer_times = TransferTimes(clock)
+        self.avoided: dict[str, tuple[str, ...]] = {}
+        """By decode worker, the prefill workers whose KV it declines for now."""
         self._mean_output = FIRST_OUTPUT
         self.num_fallbacks = 0
         """Requests that were placed by weights, because no worker's costs were known."""
@@ -157,6 +159,7 @@ class Router:
         self._load.remove_worker(worker_id)
         self._costs.forget(worker_id)
         self.transfer_times.forget(worker_id)
+        self.avoided.pop(worker_id, None)
         self._stalls.forget(worker_id)
         self._load_costs.pop(worker_id, None)
         self._rows_of.clear()
@@ -433,6 +436,7 @@ class Router:
             self._stalls.heard(metrics.worker_id, metrics.step_age_s)
             self._costs.heard(metrics.worker_id, metrics.step_cost)
             self.transfer_times.heard(metrics.worker_id, metrics.transfer_costs)
+            self.avoided[metrics.worker_id] = metrics.avoided
             self._load_costs[metrics.worker_id] = {cost.medium: cost for cost in metrics.load_costs}
         self.indexer.heard(metrics.worker_id)
 

@@ -9,7 +9,6 @@ by themselves if the caller dies.
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import os
 import signal
@@ -118,8 +117,6 @@ def _begin(setting: Setting) -> None:
     """A process begins: Ctrl-C ends it without a word, and so does the end of its parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # What simulated workers warn of is part of the outcome.
-    logging.getLogger("kvrelay.worker").setLevel(logging.ERROR)
     if parent := multiprocessing.parent_process():
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     _shared.append(setting)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -97,7 +98,7 @@ class Simulation:
     def run(self, until_s: float = math.inf) -> SimulationResult:
         """Raises ConfigError if an event names a worker that does not exist."""
         self.frontend.start()
-        with _rare_collections():
+        with _rare_collections(), _quietly():
             self.loop.run(until_s)
         self.frontend.catch_up()
         places = dict(self.network.places)
@@ -249,3 +250,15 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """What the simulated cluster warns of is part of the result."""
+    log = logging.getLogger("kvrelay")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -241,6 +241,7 @@ class Worker:
             transfer_costs=self._transfer_rates.update(transfer.peers),
             flows=transfer.flows(),
             load_costs=of_tiers if self._prefixes is None else (*of_tiers, self._prefixes.load_cost()),
+            avoided=self._avoided(),
             tokens=engine.tokens,
             activity=self.activity(engine),
         )
@@ -355,7 +356,11 @@ class Worker:
         is_alone = self.role is WorkerRole.PREFILL or not self._engine.facts.hands_over_kv
         # A widened worker is in the table, too.
         num_others = 0 if is_alone else self._peer_table.num_prefill_workers - self._roles.pulls_prefills
-        return max(num_others - self.decode.handoffs.num_avoided(self._peer_table.prefill_ids), 0)
+        return max(num_others - len(self._avoided()), 0)
+
+    def _avoided(self) -> tuple[str, ...]:
+        """The prefill workers whose claims this worker refuses, because they have failed it."""
+        return self.decode.handoffs.avoided_of(self._peer_table.prefill_ids)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,9 @@ def test_a_template_without_tools_is_told_in_words() -> None:
         ([{**CALLING, "tool_calls": [CALL, CALL]}], "two tool calls have the id"),
         ([{**CALLING, "role": "user"}], "cannot have tool_calls"),
         ([{**CALLING, "tool_calls": [{**CALL, "type": "custom"}]}], "not supported"),
+        ([{**USER, "content": [{"type": "image_url"}]}], "^content of type image_url is not supported"),
+        ([{**USER, "content": [{"type": "text"}]}], "^content of type text needs a text"),
+        ([{**USER, "content": [{"type": "refusal", "text": "x"}]}], "^content of type refusal needs a refusal"),
     ],
 )
 def test_histories_that_do_not_match_are_refused(shapes: list[object], message: str) -> None:

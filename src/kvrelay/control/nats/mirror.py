@@ -48,6 +48,9 @@ POSTPONE_S = 0.05
 MAX_ID_BYTES = 64
 MAX_ANSWER_SHARE = 0.1
 """Share of a lease's time to live. A server that takes longer to answer may not have served the holder either."""
+MAX_SLOW_ANSWERS = 3
+"""About a dead lease, a third of its time to live apart. A server that was asked once more, and still knows no newer
+keepalive, has served the holder in all that time. Then it is not slow but far away."""
 
 
 class Feed:
@@ -374,13 +377,15 @@ class Mirror:
         asked_s = self._clock.now()
         is_there = await self._bucket.has_lease(lease_id)
         keepalive = await self._bucket.last_keepalive(lease_id) if is_there else None
-        if self._clock.now() - asked_s > state.ttl_s * MAX_ANSWER_SHARE:
-            # The server was slow, and a keepalive may be delayed with it. Do not overtake that keepalive.
-            self.table.postpone(lease_id, state.ttl_s / 3)
-            return
         if keepalive is not None and not keepalive.is_end and keepalive.seq != state.seq:
             # The holder lives; its keepalive is on its way to us.
             self._on_events(self.table.refresh(lease_id, state.ttl_s, keepalive.seq))
+            return
+        is_slow = self._clock.now() - asked_s > state.ttl_s * MAX_ANSWER_SHARE
+        if is_slow and state.num_slow_answers < MAX_SLOW_ANSWERS:
+            # The server may delay a keepalive too. Do not overtake that keepalive.
+            state.num_slow_answers += 1
+            self.table.postpone(lease_id, state.ttl_s / 3)
             return
         self._heed_refusal()  # the server sends it before these answers, so it is here by now
         if is_there and not self._ends_leases:

@@ -34,6 +34,7 @@ from kvrelay.control.redelivery import MAX_ACK_WAIT_S, MAX_DELIVERIES
 from kvrelay.core.clock import next_beat_s
 from kvrelay.core.control_codec import decode_prefill
 from kvrelay.core.handoff import QueueClass, RemotePrefillRequest
+from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, ProtocolError
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class _Partition(msgspec.Struct):
 
     tracks: dict[QueueClass, _Track]
     is_ready: bool = False
+    creation: asyncio.Task[None] | None = None
+    """The latest."""
     stock: dict[QueueClass, int] = {}
     """How many entries the classes have that have any: waiting ones, and delivered ones not yet acknowledged."""
     stock_until_s: float = 0.0
@@ -135,6 +138,7 @@ class NatsPrefillQueue:
         )
 
     async def close(self) -> None:
+        await end_tasks(partition.creation for partition in self._partitions.values() if partition.creation is not None)
         await self._pulls.close()
 
     async def push(self, request: RemotePrefillRequest) -> None:
@@ -237,7 +241,12 @@ class NatsPrefillQueue:
         return partition
 
     async def _create(self, partition: _Partition) -> None:
-        """Create the partition's consumers, and the streams, if they do not exist."""
+        """Create the partition's consumers, and the streams, if they do not exist. Once for all who ask meanwhile."""
+        if partition.creation is None or partition.creation.done():
+            partition.creation = asyncio.create_task(self._create_now(partition))
+        await asyncio.shield(partition.creation)
+
+    async def _create_now(self, partition: _Partition) -> None:
         await self.start()
         for track in partition.tracks.values():
             config = _consumer(track, self._ack_wait_s)

@@ -7,7 +7,7 @@ Every string, list and map has a type of ``bounds``, which limits its length.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, Generic, TypeVar
@@ -148,6 +148,17 @@ class TextPart(msgspec.Struct, frozen=True):
 
 
 TextParts = Annotated[list[TextPart], Meta(max_length=1024)]
+
+
+def part_text(kind: str, text: str | None, served: Container[str], param: str) -> str:
+    """The text of a part of a message. Raises InvalidInputError for other types than those ``served``, and without a
+    text."""
+    if kind not in served:
+        raise InvalidInputError(f"content of type {kind} is not supported", param=param)
+    if text is None:
+        field = "refusal" if kind == "refusal" else "text"
+        raise InvalidInputError(f"content of type {kind} needs a {field}", param=param)
+    return text
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

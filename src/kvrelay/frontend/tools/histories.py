@@ -12,9 +12,10 @@ import msgspec
 
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.openai.requests import ChatMessage
+from kvrelay.frontend.openai.requests import ChatMessage, part_text
 from kvrelay.frontend.tokens.chat_template import MessageForm
 
+_SERVED = ("text", "input_text", "refusal")
 _INTRODUCTION = (
     "You can call these functions. To call one, answer with nothing but "
     '{"name": "function", "parameters": {"argument": "value"}}; separate several calls by ";".\n'
@@ -55,9 +56,11 @@ def template_messages(
 
 
 def joined_text(message: ChatMessage) -> str:
-    """The content as one text."""
+    """The content as one text. Raises InvalidInputError."""
     content = message.refusal if message.content is None else message.content
-    return content or "" if not isinstance(content, list) else "\n".join(part.shown or "" for part in content)
+    if not isinstance(content, list):
+        return content or ""
+    return "\n".join(part_text(part.type, part.shown, _SERVED, "messages") for part in content)
 
 
 def _introduced(
@@ -99,12 +102,9 @@ def _check_calls(message: ChatMessage, calls: dict[str, str]) -> None:
 
 def _template_message(message: ChatMessage, calls: dict[str, str], form: MessageForm) -> dict[str, object]:
     content: object = joined_text(message)
-    if isinstance(message.content, list):
-        for part in message.content:
-            if part.shown is None:
-                raise InvalidInputError(f"content of type {part.type} is not supported", param="messages")
-        if form.takes_parts and message.role != "tool":  # fewer templates take parts there
-            content = [{"type": "text", "text": part.shown} for part in message.content]
+    if isinstance(message.content, list) and form.takes_parts and message.role != "tool":
+        # Fewer templates take parts there.
+        content = [{"type": "text", "text": part.shown} for part in message.content]
     role = "system" if message.role == "developer" and not form.knows_developer else message.role
     shape: dict[str, object] = {"role": role, "content": content}
     if message.name is not None:

@@ -105,13 +105,13 @@ class IncomingHandoffs(Side[de.DecodeEvent]):
         """The prefill workers that get no grant now."""
         return self.ledger.conduct.avoided(self.ports.turns.now())
 
-    def num_avoided(self, worker_ids: Collection[str]) -> int:
-        """How many of these prefill workers get no grant now. From any thread."""
+    def avoided_of(self, worker_ids: Collection[str]) -> tuple[str, ...]:
+        """Those of these prefill workers that get no grant now. From any thread."""
         conduct = self.ledger.conduct
         if not conduct.until_s:
-            return 0
+            return ()
         now_s = self.ports.turns.now()
-        return sum(conduct.is_avoided(worker_id, now_s) for worker_id in worker_ids)
+        return tuple(worker_id for worker_id in worker_ids if conduct.is_avoided(worker_id, now_s))
 
     def carry_out(self, action: Any) -> None:
         """Who does that next."""
