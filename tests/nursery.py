@@ -47,7 +47,6 @@ import kvrelay
 from kvrelay.core import child_process
 from kvrelay.executors.torch import share_openmp
 from kvrelay.executors.torch.parallel import processes
-from kvrelay.frontend.api import openapi
 
 RANKS: set[int] = set()
 """The pids of those that this process has started and not waited for."""
@@ -401,7 +400,7 @@ def main() -> None:
     if (numba := sys.modules.get("numba.core.registry")) is not None:
         numba.cpu_target.typing_context.refresh()
         numba.cpu_target.target_context.refresh()
-    openapi.documents()  # every frontend has the same
+    importlib.import_module("kvrelay.frontend.api.openapi").documents()  # every frontend of a process has the same
     gc.collect()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread, which a fork would lack"
