@@ -8,7 +8,7 @@ Threads of OpenMP that wait sleep, as ``kvrelay.executors.torch`` has it: tests 
 
 The suite starts hundreds of Python processes. Each would compile our sources anew, a third of its start, if the
 environment forbade to keep the bytecode: here it may not. What collection has made lives to the end, so the garbage
-collector looks at it once.
+collector never looks at it.
 
 Several processes may run the suite side by side (pytest-xdist), each whole files. Long ones are handed out first, so
 that nobody begins one when the others are done.
@@ -102,7 +102,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()
     gc.enable()
 

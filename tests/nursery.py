@@ -36,11 +36,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest import mock
 
 import kvrelay
 from kvrelay.core import child_process
@@ -53,15 +54,17 @@ MODULES = ("kvrelay", "benchmarks", processes.MODULE)
 STARTS = (
     *("kvrelay.cli.main", "kvrelay.cli.processes", "kvrelay.cli.serve", "kvrelay.executors.mock"),
     *("kvrelay.frontend.tokens.tokenizer", "kvrelay.launch.frontend_process", "kvrelay.launch.serve"),
-    "kvrelay.launch.worker_process",
+    *("kvrelay.launch.worker_process", "kvrelay.control.nats.plane", "numpy.ma", "uvloop"),
 )
 TORCH = (
     *("kvrelay.executors.torch.attention.cpu", "kvrelay.executors.torch.build", "numba.core.registry"),
     *("kvrelay.executors.torch.kernels.numba_kernels", "kvrelay.executors.torch.parallel.rank_process"),
+    *("kvrelay.transfer.p2p.node", "kvrelay.transfer.shm.copying"),
 )
 VLLM = (
     *("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"),
-    "vllm.v1.worker.cpu_worker",
+    *("vllm.v1.worker.cpu_worker", "vllm.model_executor.layers.vocab_parallel_embedding"),
+    "vllm.v1.sample.ops.logprobs",
 )
 """Without Numba: vLLM's processes do not start where it is imported."""
 PARENTS = ("benchmarks", "serve", "agent", "--tp", "--pp", "--dp", "--ep", "vllm")
@@ -373,17 +376,31 @@ def _leave() -> None:
     os._exit(EXIT[0])
 
 
+@contextlib.contextmanager
+def _without_inductor() -> Iterator[None]:
+    """What vLLM's modules compile when they are imported, a mask of token ids and ranks of logprobs, is not compiled in
+    C++, which takes two ranks 20 seconds of CPU in their first step. Models are, where a test wants it."""
+    setproctitle = importlib.import_module("setproctitle")
+    setproctitle.getproctitle()  # it finds the command line only before another one is shown
+    from vllm.platforms import current_platform
+
+    with mock.patch.object(type(current_platform), "simple_compile_backend", "eager"):
+        yield
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit.register(_leave)  # first, so that it runs last
     has_vllm = importlib.util.find_spec("vllm") is not None
     if not has_vllm:
         share_openmp()
-    for module in (*STARTS, *(VLLM if has_vllm else TORCH)):
-        importlib.import_module(module)
+    with _without_inductor() if has_vllm else contextlib.nullcontext():
+        for module in (*STARTS, *(VLLM if has_vllm else TORCH)):
+            importlib.import_module(module)
     if (numba := sys.modules.get("numba.core.registry")) is not None:
         numba.cpu_target.typing_context.refresh()
         numba.cpu_target.target_context.refresh()
+    importlib.import_module("kvrelay.frontend.api.openapi").documents()  # every frontend of a process has the same
     gc.collect()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread, which a fork would lack"

@@ -25,7 +25,7 @@ from tests.patience import PATIENCE_S, until
 from tests.ports import free_ports
 from tests.system import plain_vllm
 from tests.system.serving import Serve
-from tools.vllm_servers import ENVIRONMENT, TRANSFER
+from tools.vllm_servers import ENVIRONMENT, QUIET, TRANSFER
 
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engines.vllm.cores import parse_cores, shares, thread_environment
@@ -196,6 +196,8 @@ def stock_servers(count: int, directory: Path) -> Iterator[list[StockServer]]:
 def _stock_server(log: Path, core: int, port: int, side_port: int) -> Iterator[StockServer]:
     words = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m", "--dtype", "float32"]
     blocks = ["--enforce-eager", "--block-size", str(BLOCK_SIZE), "--kv-transfer-config", json.dumps(NIXL)]
+    # Stock but for NIXL's progress thread, which sleeps: two that spin take both cores of a small machine.
+    blocks += ["--worker-extension-cls", QUIET]
     # The server of ``vllm serve``. That command does not start from the wheel for CPUs, whose distribution has another
     # name.
     main = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled_checkpoint_path())]

@@ -119,18 +119,20 @@ def test_kvrelays_connector_moves_kv_from_peer_to_peer(asked: list[Asked]) -> No
 
 
 @pytest.mark.parametrize(
-    ("role", "way", "rank", "fault"),
+    ("role", "way", "rank", "fault", "is_real"),
     [
-        ("prefill", "kvrelay", 1, signal.SIGKILL),
-        pytest.param("prefill", "kvrelay", 0, signal.SIGKILL, marks=pytest.mark.matrix),
-        pytest.param("prefill", "kvrelay", 1, signal.SIGSTOP, marks=pytest.mark.matrix),
-        pytest.param("prefill", "nixl", 1, signal.SIGKILL, marks=pytest.mark.matrix),
-        pytest.param("prefill", "nixl", 0, signal.SIGSTOP, marks=pytest.mark.matrix),
-        pytest.param("decode", "kvrelay", 1, signal.SIGKILL, marks=pytest.mark.matrix),
-        pytest.param("decode", "nixl", 1, signal.SIGKILL, marks=pytest.mark.matrix),
+        ("prefill", "kvrelay", 1, signal.SIGKILL, False),
+        pytest.param("prefill", "kvrelay", 0, signal.SIGKILL, True, marks=pytest.mark.matrix),
+        pytest.param("prefill", "kvrelay", 1, signal.SIGSTOP, True, marks=pytest.mark.matrix),
+        pytest.param("prefill", "nixl", 1, signal.SIGKILL, True, marks=pytest.mark.matrix),
+        pytest.param("prefill", "nixl", 0, signal.SIGSTOP, True, marks=pytest.mark.matrix),
+        pytest.param("decode", "kvrelay", 1, signal.SIGKILL, True, marks=pytest.mark.matrix),
+        pytest.param("decode", "nixl", 1, signal.SIGKILL, True, marks=pytest.mark.matrix),
     ],
 )
-def test_a_rank_of_a_worker_is_lost(asked: list[Asked], role: str, way: str, rank: int, fault: signal.Signals) -> None:
+def test_a_rank_of_a_worker_is_lost(
+    asked: list[Asked], role: str, way: str, rank: int, fault: signal.Signals, is_real: bool
+) -> None:
     """Killed, or stopped so that it never reports: the worker ends with all its ranks, and no answer with it."""
     prompts, expected = asked[0].prompts[:NUM_RANKS], asked[0].answers[:NUM_RANKS]
     # The first step of two ranks compiles, which has taken more than a minute on a busy machine.
@@ -138,7 +140,7 @@ def test_a_rank_of_a_worker_is_lost(asked: list[Asked], role: str, way: str, ran
     # What a decode worker has begun goes on at another one.
     num_workers = {"prefill": "1", "decode": "2"}[role]
     flags = (f"--{role}", num_workers, f"--tp-{role}", "2", "--remote-prefill-timeout-s", "200", *hang)
-    with Serve((*SPLIT, *CONNECTORS[way], *flags), is_real=True) as server, Asking(server) as asking:
+    with Serve((*SPLIT, *CONNECTORS[way], *flags), is_real=is_real) as server, Asking(server) as asking:
         worker = server.workers(role)[0]
         victim, processes = _rank(worker, rank)
         answers = asking.begin(prompts)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import resource_tracker
+from unittest import mock
 
 import pytest
 import torch
@@ -34,16 +36,18 @@ async def engine(vllm_files: None) -> AsyncIterator[contract.Running]:
         runner=RunnerConfig(dtype="float32", enforce_eager=True),
         vllm=VllmConfig(engine_args='{"block_size": 32}'),
     )
-    # vLLM starts where no event loop runs, as in a worker.
-    with ThreadPoolExecutor(1) as thread:
-        running = contract.Running(thread.submit(vllm.from_settings, settings, "vllm").result())
-    running.start()
-    try:
-        yield running
-    finally:
-        assert await asyncio.to_thread(running.host.close)
-        # The helper of Python's multiprocessing otherwise lives as long as the tests' own process.
-        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    # It changes the environment, with which others would no longer be forked (``tests/nursery``).
+    with mock.patch.dict(os.environ):
+        # vLLM starts where no event loop runs, as in a worker.
+        with ThreadPoolExecutor(1) as thread:
+            running = contract.Running(thread.submit(vllm.from_settings, settings, "vllm").result())
+        running.start()
+        try:
+            yield running
+        finally:
+            assert await asyncio.to_thread(running.host.close)
+            # The helper of Python's multiprocessing otherwise lives as long as the tests' own process.
+            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 async def test_the_engine_contract(engine: contract.Running) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tests.nursery import Forked
 from tests.patience import until
 from tests.system.random_models import write_model
 from tests.system.real_vllm import NUM_TOKENS, Asked, Asking, PlainVllm, draw_prompts
@@ -64,6 +65,7 @@ def _ask(
     """Returns a decode worker's status, after a ``look`` at the idle cluster."""
     chosen = () if model is None else (str(model),)
     with Serve((*chosen, *SPLIT, *flags)) as server:
+        assert isinstance(server.process, Forked), "something has changed the environment: each start imports vLLM"
         for number, order in enumerate(ORDERS, 1):
             with Asking(server, order) as asking:
                 prompts = [expected.prompts] if at_once else [[prompt] for prompt in expected.prompts]

@@ -23,6 +23,8 @@ from kvrelay.engine.step import Executor
 from kvrelay.executors.torch import build_executor
 from kvrelay.handoff.messages import HandoffGrant
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 TAILS = [1, BLOCK + 3, 200]
 LENGTHS = [1, 2, BLOCK, BLOCK + 1, BLOCK + 4, 64, 199, 200, 201, 217, 300, 1000]

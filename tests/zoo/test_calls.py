@@ -25,6 +25,8 @@ from tests.zoo.cluster import (
 from tests.zoo.models import ZooModel, zoo_model
 from tests.zoo.vocabularies import END, MARKERS, OTHER, SENTENCEPIECE, Kind
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "q"
 CHATS = (CHAT, RESPONSES, MESSAGES)
 HERMES_CALL = ('\n{"name": "add", "arguments": {"a": 7}}\n',)

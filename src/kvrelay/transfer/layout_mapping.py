@@ -98,7 +98,7 @@ class LayoutMapping:
             raise TransferError(f"tokens {begin} to {end} are not whole units of {self.unit_tokens} tokens")
         if end <= begin:
             return None
-        cuts = np.unique(np.concatenate([[begin, end], np.arange(begin - begin % here + here, end, here)]))
+        cuts = np.concatenate([[begin], np.arange(begin - begin % here + here, end, here), [end]])
         if here != there:
             cuts = np.union1d(cuts, np.arange(begin - begin % there + there, end, there))
         starts = cuts[:-1].astype(np.int64)

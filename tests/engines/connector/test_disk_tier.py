@@ -6,11 +6,13 @@ vLLM's CPU build cannot offload, so no engine runs here; the tier is made by vLL
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace as Names
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -70,6 +72,13 @@ class Offloaded:
 def keys(count: int, seed: int = 0) -> list[bytes]:
     rng = random.Random(seed)
     return [rng.randbytes(32) + bytes(4) for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """vLLM changes it when it is imported, and what other tests start would no longer be forked (``tests/nursery``)."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture
