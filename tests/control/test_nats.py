@@ -8,6 +8,7 @@ import datetime
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -219,7 +220,7 @@ def test_leaving_while_the_server_is_away(tmp_path: Path, answers: bytes) -> Non
         control = await connect_control(ControlConfig(control=url, namespace="test"))
         pulling = asyncio.create_task(control.prefill_queue.pull("x", 30.0))
         await asyncio.sleep(0.1)
-        server.stop()
+        server.end()
         silent = await asyncio.start_server(accept, "127.0.0.1", int(url.rsplit(":", 1)[1]))
         async with silent, asyncio.timeout(PATIENCE_S):
             await reached.wait()
@@ -230,7 +231,10 @@ def test_leaving_while_the_server_is_away(tmp_path: Path, answers: bytes) -> Non
             await asyncio.sleep(0.05)
         assert errors == []
 
-    asyncio.run(scenario())
+    try:
+        asyncio.run(scenario())
+    finally:
+        server.stop()
 
 
 async def test_only_a_silent_server_is_pinged_and_one_that_does_not_answer_is_left(
@@ -330,14 +334,15 @@ def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
     process = NatsServerProcess(tmp_path)
     process.start()
     port = int(process.address.rsplit(":", 1)[1])
-    process.stop()
+    process.end()
     bare = subprocess.Popen([str(find_binary()), "-a", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL)
     try:
         with pytest.raises(ControlUnavailableError, match="JetStream is not available"):
-            asyncio.run(connect_control(ControlConfig(control=process.address)))
+            asyncio.run(connect_control(ControlConfig(control=process.address, connect_timeout_s=PATIENCE_S)))
     finally:
         bare.kill()
         bare.wait()
+        process.stop()
 
 
 @pytest.mark.parametrize("name", ["ünï 你好", 'a "quoted" \\ $HOME #', os.fsdecode(b"latin\xfc\n")], ids=range(3))
@@ -823,7 +828,7 @@ def test_the_server_keeps_port_and_data_over_restarts(tmp_path: Path) -> None:
 
     try:
         asyncio.run(put())
-        process.stop()
+        process.end()
         assert not process.is_running
         assert process.start() == url
         assert asyncio.run(get()) == b"1"
@@ -835,6 +840,19 @@ def test_the_server_keeps_port_and_data_over_restarts(tmp_path: Path) -> None:
         process.stop()
         process.stop()
     assert tmp_path.exists()
+
+
+def test_the_port_goes_to_no_other_program_while_the_server_is_down() -> None:
+    process = NatsServerProcess()
+    process.start()
+    port = int(process.address.rsplit(":", 1)[1])
+    try:
+        process.kill()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        process.start()
+    finally:
+        process.stop()
 
 
 def test_a_temporary_store_goes_with_the_server() -> None:
