@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
@@ -35,7 +35,14 @@ from kvrelay.errors import InvalidInputError
 
 # A server with one child that outlives SIGTERM: what a case has to clean up.
 SERVER = """
-import http.server, json, os, signal, subprocess, sys
+import http.server, json, os, signal, socket, subprocess, sys
+with socket.socket() as another_program:
+    try:
+        another_program.bind(("127.0.0.1", int(sys.argv[1])))
+    except OSError:
+        pass
+    else:
+        sys.exit("anybody can have the port")
 stubborn = "import signal, time\\nsignal.signal(15, signal.SIG_IGN)\\ntime.sleep(60)"
 child = subprocess.Popen([sys.executable, "-c", stubborn])
 open(sys.argv[2], "w").write(str(child.pid))
@@ -51,10 +58,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 def alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
 
 
 def test_case_is_started_and_stopped_with_its_children(tmp_path: Path) -> None:
