@@ -9,6 +9,7 @@ from typing import Protocol
 
 import pytest
 from tests.contracts.waiting import eventually
+from tests.ports import free_ports
 
 from kvrelay.core.messages import AdminReply, GenerateRequest, OutputBatch, Ping, Pong, TokenOutput
 from kvrelay.core.sampling import SamplingParams
@@ -62,8 +63,9 @@ class Caller:
         self.num_losses += 1
 
 
-async def started_desk(network: RpcNetwork) -> Desk:
-    desk = Desk(network.server())
+async def started_desk(network: RpcNetwork, port: int = 0) -> Desk:
+    """The port that the kernel gives goes to another program once the desk is closed."""
+    desk = Desk(network.server(port))
     await desk.server.start()
     return desk
 
@@ -104,7 +106,7 @@ class RpcContract:
 
     def test_connecting_without_a_server_fails(self, open_network: OpenNetwork) -> None:
         async def scenario(network: RpcNetwork) -> None:
-            desk = await started_desk(network)
+            desk = await started_desk(network, *free_ports(1))
             await desk.server.close()
             client = network.client(desk.server.address)
             with pytest.raises(WorkerUnavailableError):
@@ -118,7 +120,7 @@ class RpcContract:
 
     def test_a_port_belongs_to_one_server(self, open_network: OpenNetwork) -> None:
         async def scenario(network: RpcNetwork) -> None:
-            desk = await started_desk(network)
+            desk = await started_desk(network, *free_ports(1))
             port = int(desk.server.address.rsplit(":", 1)[1])
             with pytest.raises(AddressInUseError):
                 await network.server(port).start()
@@ -178,7 +180,7 @@ class RpcContract:
 
     def test_the_client_hears_when_the_server_leaves(self, open_network: OpenNetwork) -> None:
         async def scenario(network: RpcNetwork) -> None:
-            desk = await started_desk(network)
+            desk = await started_desk(network, *free_ports(1))
             caller = await started_caller(network, desk.server.address)
             caller.client.send(Ping(1))
             await eventually(lambda: len(desk.received) == 1)

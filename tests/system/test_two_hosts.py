@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import pytest
 from tests.lazily import openai
 from tests.patience import PATIENCE_S, until
+from tests.ports import free_ports
 from tests.system.serving import Serve
 
-from kvrelay.bench.cases import free_port
 from kvrelay.control.nats_process import find_binary
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
@@ -81,7 +81,7 @@ def link() -> Iterator[Link]:
 @pytest.fixture
 def control(link: Link, tmp_path: Path) -> Iterator[str]:
     """A control server that both hosts reach."""
-    port = free_port()
+    (port,) = free_ports(1)
     command = [str(find_binary()), "-js", "--addr", link.here, "--port", str(port), "--store_dir", str(tmp_path)]
     command += ["--auth", TOKEN]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -96,13 +96,15 @@ def answers(
     link: Link, control: str, here: Sequence[str], there: Sequence[str], prompts: Sequence[list[int]] = PROMPTS
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """To the prompts, of a worker with the flags ``here`` and of one on the other host; and the workers' status."""
-    port = free_port()
+    (port,) = free_ports(1)
+    processes: list[subprocess.Popen[bytes]] = []
     with ExitStack() as waits, ExitStack() as stack:
 
         def start(*words: str, within: tuple[str, ...] = ()) -> None:
             # UCX would find shared memory, since it is one machine after all.
             environment = {**os.environ, "KVRELAY_CONTROL": control, "UCX_TLS": "tcp"}
             process = subprocess.Popen([*within, sys.executable, "-m", "kvrelay", *words], env=environment)
+            processes.append(process)
             # All are told to end before the first one is waited for: a rank ends with its group.
             waits.callback(process.wait)
             stack.callback(process.terminate)
@@ -112,7 +114,12 @@ def answers(
         within = ("ip", "netns", "exec", link.name)
         start("worker", *there, "--worker-host", link.there, within=within)
         cluster = Serve((), control=control)
-        until(lambda: sum("error" not in one for one in cluster.status()["workers"]) == 2)
+
+        def both_answer() -> bool:
+            assert all(process.poll() is None for process in processes), "one has ended, and said why"
+            return sum("error" not in one for one in cluster.status()["workers"]) == 2
+
+        until(both_answer)
         client = stack.enter_context(openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0))
 
         def models() -> list[str]:
@@ -181,7 +188,7 @@ def test_ranks_of_a_group_with_spread_experts_on_two_hosts_give_equal_answers(
     make_model(model, "mixtral", "tiny", dtype="float32")
     prompts = [prompt[:200] for prompt in PROMPTS]
     flags = (str(model), "--dp", "2", "--ep", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "512")
-    flags += ("--insecure", "--dp-address", f"{link.here}:{free_port()}", "--rank-timeout-s", f"{PATIENCE_S:g}")
+    flags += ("--insecure", "--dp-address", f"{link.here}:{free_ports(1)[0]}", "--rank-timeout-s", f"{PATIENCE_S:g}")
     found, workers = answers(link, control, (*flags, "--dp-rank", "0"), (*flags, "--dp-rank", "1"), prompts)
     assert found == own_answers(model, prompts)
     assert sorted(worker["dp_rank"] for worker in workers) == [0, 1]
