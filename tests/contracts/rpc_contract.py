@@ -9,6 +9,7 @@ from typing import Protocol
 
 import pytest
 from tests.contracts.waiting import eventually
+from tests.patience import PATIENCE_S
 from tests.ports import free_ports
 
 from kvrelay.core.messages import AdminReply, GenerateRequest, OutputBatch, Ping, Pong, TokenOutput
@@ -295,9 +296,10 @@ OpenKeyedNetwork = Callable[[], AbstractAsyncContextManager[KeyedNetwork]]
 
 
 class Doorman:
-    """Knows some keys, and others as soon as they are written down."""
+    """Knows some keys, and others as soon as they are written down, for which it waits so long."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float = 0.2) -> None:
+        self._wait_s = wait_s
         self.known: dict[str, str] = {}
         self.asked: list[str] = []
         self.changed = asyncio.Event()
@@ -310,7 +312,7 @@ class Doorman:
         self.asked.append(public_key)
         if public_key not in self.known:
             try:
-                async with asyncio.timeout(0.2):
+                async with asyncio.timeout(self._wait_s):
                     await self.changed.wait()
             except TimeoutError:
                 return None
@@ -356,7 +358,7 @@ class AdmissionContract:
 
     def test_a_client_that_becomes_known_is_admitted(self, open_network: OpenKeyedNetwork) -> None:
         async def scenario(network: KeyedNetwork) -> None:
-            doorman, keys = Doorman(), new_curve_keys()
+            doorman, keys = Doorman(PATIENCE_S), new_curve_keys()
             desk = await guarded_desk(network, doorman)
             caller = Caller(network.client(desk.server.address, keys))
             starting = asyncio.create_task(caller.client.start())
