@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 
 import click
 
-from kvrelay.bench.cases import free_port
 from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import table
 from kvrelay.cli.options import json_option
@@ -27,6 +26,7 @@ from kvrelay.dp.member import GroupMember, Notice
 from kvrelay.dp.messages import AllLeft, Ended, RankInfo
 from kvrelay.dp.protocol import StartStep, StepsUntil
 from kvrelay.errors import FatalError
+from kvrelay.http import reserve_port
 
 ANSWER_TIMEOUT_S = 10.0
 MODULE = "benchmarks.dp_wake"
@@ -99,8 +99,8 @@ def _bare_eventfd() -> Iterator[Waking]:
 @contextmanager
 def _group(carrier: str) -> Iterator[Waking]:
     """A group of this process and another one."""
-    with tempfile.TemporaryDirectory(prefix="kvrelay-dp-") as directory:
-        address = directory if carrier == "shm" else f"127.0.0.1:{free_port()}"
+    with tempfile.TemporaryDirectory(prefix="kvrelay-dp-") as directory, reserve_port("127.0.0.1", 0) as reserved:
+        address = directory if carrier == "shm" else f"127.0.0.1:{reserved.getsockname()[1]}"
         command = [sys.executable, "-m", MODULE, address]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as other:
             try:

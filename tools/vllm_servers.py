@@ -17,11 +17,10 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import aiohttp
@@ -30,6 +29,7 @@ from aiohttp import web
 
 from kvrelay.engines.vllm.cores import parse_cores, thread_environment
 from kvrelay.engines.vllm.library import preloaded_libraries
+from kvrelay.http import reserve_port
 
 TRANSFER = {
     "kv_connector": "NixlConnector",
@@ -63,12 +63,6 @@ def server_command(model: str, port: int, cores: str, more: Sequence[str], side_
     # ``vllm serve`` runs this module; from the wheel for CPUs that command does not start.
     main = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return ["env", *environment, *main, *words, "--enforce-eager", *more]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Proxy:
@@ -138,12 +132,15 @@ def _started(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Pope
 
 
 async def serve_pair(model: str, port: int, cores: Sequence[int], more: Sequence[str]) -> None:
-    ports = [free_port() for _ in range(4)]
-    commands = [
-        server_command(model, ports[2 * number], str(cores[number % len(cores)]), more, ports[2 * number + 1])
-        for number in range(2)
-    ]
-    with _started(commands) as processes:
+    with ExitStack() as stack:
+        # Kept until vLLM listens, many seconds later: the kernel would give them to any other program.
+        reserved = [stack.enter_context(reserve_port("127.0.0.1", 0)) for _ in range(4)]
+        ports = [each.getsockname()[1] for each in reserved]
+        commands = [
+            server_command(model, ports[2 * number], str(cores[number % len(cores)]), more, ports[2 * number + 1])
+            for number in range(2)
+        ]
+        processes = stack.enter_context(_started(commands))
 
         def bind() -> None:
             for number, process in enumerate(processes):

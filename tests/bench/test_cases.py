@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from tests.patience import PATIENCE_S, until
 
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.client.connection import ConnectionPool, Target
@@ -35,8 +36,15 @@ from kvrelay.errors import InvalidInputError
 
 # A server with one child that outlives SIGTERM: what a case has to clean up.
 SERVER = """
-import http.server, json, os, signal, subprocess, sys
-stubborn = "import signal, time\\nsignal.signal(15, signal.SIG_IGN)\\ntime.sleep(60)"
+import http.server, json, os, signal, socket, subprocess, sys
+with socket.socket() as another_program:
+    try:
+        another_program.bind(("127.0.0.1", int(sys.argv[1])))
+    except OSError:
+        pass
+    else:
+        sys.exit("anybody can have the port")
+stubborn = "import signal, time\\nsignal.signal(15, signal.SIG_IGN)\\ntime.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", stubborn])
 open(sys.argv[2], "w").write(str(child.pid))
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -51,10 +59,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 def alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
 
 
 def test_case_is_started_and_stopped_with_its_children(tmp_path: Path) -> None:
@@ -63,7 +70,7 @@ def test_case_is_started_and_stopped_with_its_children(tmp_path: Path) -> None:
     command = shlex.join([sys.executable, str(script), "{port}", str(pid_file)])
 
     async def use() -> str:
-        async with running(parse_case(f"own={command}"), tmp_path, CaseTimes(20, 5)) as target:
+        async with running(parse_case(f"own={command}"), tmp_path, CaseTimes(PATIENCE_S, 5)) as target:
             pool = ConnectionPool(target)
             model = await first_model(pool)
             await pool.close()
@@ -71,21 +78,21 @@ def test_case_is_started_and_stopped_with_its_children(tmp_path: Path) -> None:
         return model
 
     assert asyncio.run(use()) == "m"
-    assert not alive(int(pid_file.read_text()))
+    until(lambda: not alive(int(pid_file.read_text())))
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "start_s", "message"),
     [
-        ("print('no model'); raise SystemExit(3)", "code 3 at its start: no model"),
-        ("import time; time.sleep(60)", "healthy within"),
+        ("print('no model'); raise SystemExit(3)", PATIENCE_S, "code 3 at its start: no model"),
+        ("import time; time.sleep(600)", 0.5, "healthy within"),
     ],
 )
-def test_case_that_does_not_start(tmp_path: Path, code: str, message: str) -> None:
+def test_case_that_does_not_start(tmp_path: Path, code: str, start_s: float, message: str) -> None:
     case = Case("bad", command=shlex.join([sys.executable, "-c", code, "{port}"]))
 
     async def use() -> None:
-        async with running(case, tmp_path, CaseTimes(2.0, 5)):
+        async with running(case, tmp_path, CaseTimes(start_s, 5)):
             pass
 
     with pytest.raises(BenchError, match=message):

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import pytest
 from tests.contracts.waiting import eventually
+from tests.patience import PATIENCE_S
+from tests.ports import free_ports
 
 from kvrelay.core.messages import AdminReply, GenerateRequest, OutputBatch, Ping, Pong, TokenOutput
 from kvrelay.core.sampling import SamplingParams
@@ -62,8 +64,9 @@ class Caller:
         self.num_losses += 1
 
 
-async def started_desk(network: RpcNetwork) -> Desk:
-    desk = Desk(network.server())
+async def started_desk(network: RpcNetwork, port: int = 0) -> Desk:
+    """The port that the kernel gives goes to another program once the desk is closed."""
+    desk = Desk(network.server(port))
     await desk.server.start()
     return desk
 
@@ -104,7 +107,7 @@ class RpcContract:
 
     def test_connecting_without_a_server_fails(self, open_network: OpenNetwork) -> None:
         async def scenario(network: RpcNetwork) -> None:
-            desk = await started_desk(network)
+            desk = await started_desk(network, *free_ports(1))
             await desk.server.close()
             client = network.client(desk.server.address)
             with pytest.raises(WorkerUnavailableError):
@@ -118,7 +121,7 @@ class RpcContract:
 
     def test_a_port_belongs_to_one_server(self, open_network: OpenNetwork) -> None:
         async def scenario(network: RpcNetwork) -> None:
-            desk = await started_desk(network)
+            desk = await started_desk(network, *free_ports(1))
             port = int(desk.server.address.rsplit(":", 1)[1])
             with pytest.raises(AddressInUseError):
                 await network.server(port).start()
@@ -178,7 +181,7 @@ class RpcContract:
 
     def test_the_client_hears_when_the_server_leaves(self, open_network: OpenNetwork) -> None:
         async def scenario(network: RpcNetwork) -> None:
-            desk = await started_desk(network)
+            desk = await started_desk(network, *free_ports(1))
             caller = await started_caller(network, desk.server.address)
             caller.client.send(Ping(1))
             await eventually(lambda: len(desk.received) == 1)
@@ -293,9 +296,10 @@ OpenKeyedNetwork = Callable[[], AbstractAsyncContextManager[KeyedNetwork]]
 
 
 class Doorman:
-    """Knows some keys, and others as soon as they are written down."""
+    """Knows some keys, and others as soon as they are written down, for which it waits so long."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float = 0.2) -> None:
+        self._wait_s = wait_s
         self.known: dict[str, str] = {}
         self.asked: list[str] = []
         self.changed = asyncio.Event()
@@ -308,7 +312,7 @@ class Doorman:
         self.asked.append(public_key)
         if public_key not in self.known:
             try:
-                async with asyncio.timeout(0.2):
+                async with asyncio.timeout(self._wait_s):
                     await self.changed.wait()
             except TimeoutError:
                 return None
@@ -354,7 +358,7 @@ class AdmissionContract:
 
     def test_a_client_that_becomes_known_is_admitted(self, open_network: OpenKeyedNetwork) -> None:
         async def scenario(network: KeyedNetwork) -> None:
-            doorman, keys = Doorman(), new_curve_keys()
+            doorman, keys = Doorman(PATIENCE_S), new_curve_keys()
             desk = await guarded_desk(network, doorman)
             caller = Caller(network.client(desk.server.address, keys))
             starting = asyncio.create_task(caller.client.start())

@@ -97,12 +97,14 @@ def answers(
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """To the prompts, of a worker with the flags ``here`` and of one on the other host; and the workers' status."""
     (port,) = free_ports(1)
+    processes: list[subprocess.Popen[bytes]] = []
     with ExitStack() as waits, ExitStack() as stack:
 
         def start(*words: str, within: tuple[str, ...] = ()) -> None:
             # UCX would find shared memory, since it is one machine after all.
             environment = {**os.environ, "KVRELAY_CONTROL": control, "UCX_TLS": "tcp"}
             process = subprocess.Popen([*within, sys.executable, "-m", "kvrelay", *words], env=environment)
+            processes.append(process)
             # All are told to end before the first one is waited for: a rank ends with its group.
             waits.callback(process.wait)
             stack.callback(process.terminate)
@@ -112,7 +114,12 @@ def answers(
         within = ("ip", "netns", "exec", link.name)
         start("worker", *there, "--worker-host", link.there, within=within)
         cluster = Serve((), control=control)
-        until(lambda: sum("error" not in one for one in cluster.status()["workers"]) == 2)
+
+        def both_answer() -> bool:
+            assert all(process.poll() is None for process in processes), "one has ended, and said why"
+            return sum("error" not in one for one in cluster.status()["workers"]) == 2
+
+        until(both_answer)
         client = stack.enter_context(openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0))
 
         def models() -> list[str]:

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -175,11 +174,12 @@ class Node:
         self.lease.alive_until_s = -math.inf
 
     def slow_down(self, step_s: float) -> None:
-        """Every step takes so long."""
-        execute = self.core.executor.execute
+        """Every step takes so long, by the test's event loop: while a busy machine keeps the loop from its turns, the
+        engine gets no further either."""
+        execute, loop = self.core.executor.execute, asyncio.get_running_loop()
 
         def slow(work: object) -> object:
-            time.sleep(step_s)
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(step_s), loop).result(PATIENCE_S)
             return execute(work)
 
         self.core.executor.execute = slow

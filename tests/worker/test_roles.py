@@ -180,9 +180,9 @@ async def test_a_worker_that_drains_leaves_the_list_once_the_control_plane_is_ba
     """Until then each request that comes to it goes on to another worker, for as long as its longest answer takes."""
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
+        go_on = decode.hold_steps()  # before the request comes: 200 tokens are computed in a blink
         client.send("long", prompt(20), max_tokens=200)
-        await client.until(lambda: "long" in client.tokens)
-        go_on = decode.hold_steps()
+        await shared.until(lambda: decode.is_held)
         mend = decode.cut_from_nats()
         decode.worker.request_drain()
         await shared.until(lambda: not decode.worker.inspect().is_accepting)

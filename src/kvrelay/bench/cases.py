@@ -9,7 +9,6 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -24,6 +23,7 @@ from kvrelay.bench.client.service import wait_until_healthy
 from kvrelay.bench.errors import BenchError, ServerDownError
 from kvrelay.core.child_process import start_child_process
 from kvrelay.errors import InvalidInputError
+from kvrelay.http import reserve_port
 
 PORT_PLACE = "{port}"
 _POLL_S = 0.05
@@ -87,13 +87,15 @@ async def running(case: Case, log_dir: Path, times: CaseTimes, api_key: str | No
         yield parse_target(case.url or "", api_key)
         return
     log_path = log_dir / f"{case.name.replace(' ', '-')}.log"
-    target = Target("127.0.0.1", free_port(), api_key=api_key)
-    process = _start(case, case.command.replace(PORT_PLACE, str(target.port)), log_path)
-    try:
-        await _healthy(case, process, target, log_path, times.start_s)
-        yield target
-    finally:
-        await _stop(process, times.stop_s)
+    # Kept until the server listens, which may take minutes: the kernel would give it to any other program.
+    with reserve_port("127.0.0.1", 0) as reserved:
+        target = Target("127.0.0.1", reserved.getsockname()[1], api_key=api_key)
+        process = _start(case, case.command.replace(PORT_PLACE, str(target.port)), log_path)
+        try:
+            await _healthy(case, process, target, log_path, times.start_s)
+            yield target
+        finally:
+            await _stop(process, times.stop_s)
 
 
 def _start(case: Case, command: str, log_path: Path) -> subprocess.Popen[bytes]:
@@ -144,12 +146,6 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _last_line(log_path: Path) -> str:

@@ -20,7 +20,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import IO
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from kvrelay.control import nats_storage
 from kvrelay.control.scratch import ScratchDirectory
@@ -48,9 +48,9 @@ class NatsServerProcess:
 
     ``store_dir`` keeps streams over restarts. None: a temporary directory, which ``stop`` removes; if this process is
     killed, the next process that starts such a server removes it. ``port`` 0 takes a free port; later starts of the
-    same object keep that port, so that clients find the server again. With ``token`` clients have to authenticate. All
-    methods block, for at most READY_TIMEOUT_S. On Linux the server ends with this
-    process, however this process ends.
+    same object keep that port, so that clients find the server again: until ``stop`` the kernel gives it to no other
+    program, whether the server runs or not. With ``token`` clients have to authenticate. All methods block, for at most
+    READY_TIMEOUT_S. On Linux the server ends with this process, however this process ends.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class NatsServerProcess:
         self._binary = binary
         self._monitoring_path = secrets.token_hex(MONITORING_PATH_BYTES)
         self._process: subprocess.Popen[bytes] | None = None
+        self._reserved: socket.socket | None = None
+        """Bound to the port, without listening."""
 
     def __repr__(self) -> str:
         return f"NatsServerProcess({self.address}, {'running' if self.is_running else 'stopped'})"
@@ -99,8 +101,19 @@ class NatsServerProcess:
             return self.url
         binary = self._binary or find_binary()
         directory = self._prepare_directory()
-        if self._port:
-            self._check_port_is_free()
+        port, is_first = self._port, self._reserved is None
+        self._reserve_port()
+        try:
+            self._run(binary, directory)
+        except BaseException:
+            self.kill()
+            if is_first:
+                self._release_port()
+                self._port = port
+            raise
+        return self.url
+
+    def _run(self, binary: Path, directory: Path) -> None:
         with _locked(directory) as lock:
             self._forget_ports(directory)
             command = [str(binary), "-c", str(self._write_config(directory)), "--ports_file_dir", str(directory)]
@@ -108,16 +121,12 @@ class NatsServerProcess:
                 self._process = _spawn(command, directory / STDERR_NAME, lock.fileno())
             except OSError as exc:
                 raise ConfigError(f"cannot run {binary}: {exc.strerror}") from exc
-        try:
-            self._wait_until_ready(directory)
-        except BaseException:
-            self.kill()
-            raise
-        return self.url
+        self._wait_until_ready(directory)
 
     def stop(self) -> None:
-        """End the server, and remove the temporary directory. Idempotent."""
+        """End the server, give its port back, and remove the temporary directory. Idempotent."""
         self.end()
+        self._release_port()
         if self._scratch is not None:
             self._scratch.remove()
             self._scratch = self._dir = None
@@ -167,7 +176,7 @@ class NatsServerProcess:
         sync = ', sync_interval: "24h"' if self._scratch is not None else ""
         lines = [
             f"host: {_quoted(HOST)}",
-            f"port: {self._port or -1}",
+            f"port: {self._port}",
             'http: "127.0.0.1:-1"',
             f"http_base_path: {_quoted('/' + self._monitoring_path)}",
             f"max_payload: {MAX_PAYLOAD_BYTES}",
@@ -185,13 +194,22 @@ class NatsServerProcess:
             raise _unusable(directory, exc) from exc
         return path
 
-    def _check_port_is_free(self) -> None:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, self._port))
-            except OSError as exc:
-                raise AddressInUseError(f"port {self._port} of {HOST} is in use") from exc
+    def _reserve_port(self) -> None:
+        """The server, which sets SO_REUSEADDR as well, can listen there beside the reservation."""
+        reserved = socket.socket()
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            reserved.bind((HOST, self._port))
+        except OSError as exc:
+            reserved.close()
+            raise AddressInUseError(f"port {self._port} of {HOST} is in use") from exc
+        self._release_port()
+        self._reserved, self._port = reserved, reserved.getsockname()[1]
+
+    def _release_port(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
 
     @staticmethod
     def _forget_ports(directory: Path) -> None:
@@ -201,15 +219,12 @@ class NatsServerProcess:
     def _wait_until_ready(self, directory: Path) -> None:
         assert self._process is not None
         deadline = time.monotonic() + READY_TIMEOUT_S
-        ports = _ports_file(directory, self._process.pid)
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ControlUnavailableError(
                     f"nats-server ended with code {self._process.returncode}: {_last_words(directory)}"
                 )
-            if not self._port:
-                self._port = _read_port(ports)
-            if self._port and _answers(HOST, self._port):
+            if _answers(HOST, self._port):
                 return
             time.sleep(POLL_INTERVAL_S)
         raise ControlUnavailableError(f"nats-server was not ready in {READY_TIMEOUT_S:g} s, see {directory / LOG_NAME}")
@@ -281,13 +296,6 @@ def _spawn(command: list[str], stderr_path: Path, lock: int) -> subprocess.Popen
 def _ports_file(directory: Path, pid: int) -> Path:
     """The file in which the server writes its URLs."""
     return directory / f"{BINARY}_{pid}.ports"
-
-
-def _read_port(ports_file: Path) -> int:
-    """The port for clients, or 0 while the server has not written it."""
-    with contextlib.suppress(ValueError):
-        return urlsplit(_first_url(ports_file, "nats") or "").port or 0
-    return 0
 
 
 def _first_url(ports_file: Path, kind: str) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.ports import free_ports
 
 from kvrelay.bench.client import driver, service
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
@@ -160,8 +161,9 @@ def test_idle_connection_that_was_closed_is_replaced(scripted: Scripted) -> None
         await pool.close()
         return model
 
-    with scripted() as server:
-        again = type(server)(server.script, port=int(server.url.rsplit(":", 1)[1]))
+    made, (port,) = scripted(), free_ports(1)
+    server, again = (type(made)(made.script, port) for _ in range(2))
+    with server:
 
         def restart() -> None:
             server.stop()

@@ -25,6 +25,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
+from kvrelay.engines.openai import backend
 from kvrelay.engines.registry import build_host
 from kvrelay.handoff.messages import HandoffReleased
 from kvrelay.placement.base import PrefillPlace
@@ -180,7 +181,8 @@ async def test_kv_that_does_not_come_is_computed_where_it_is_needed(fault: str) 
         assert (exchange.num_fetched, exchange.num_local) == (0, 1)
 
 
-async def test_a_prefill_server_that_is_gone_costs_no_request() -> None:
+async def test_a_prefill_server_that_is_gone_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "MAX_HEALTH_FAILURES", 10**6)  # else its worker ends within three seconds
     async with _pair(VllmExchange(), VLLM) as pair:
         pair.servers[0].close()
         pair.client.send("r", prompt(100), 8)

@@ -39,6 +39,7 @@ def ranks_of(
     links: RankLinks | None = None,
     *,
     is_guarded: bool = False,
+    host: str = "127.0.0.1",
 ) -> RankedTransport:
     """The data plane of a worker whose ranks share the joined pool ``region``, perhaps in ``memory``. Its end in
     ``stack`` ends the movers. They are offered to ``links``."""
@@ -60,4 +61,4 @@ def ranks_of(
         links.offer(ranks, fence)
         for rank in ranks:
             stack.callback(rank.channel.close)
-    return build_ranked_transport(config, worker_id, layout, links, memory, P2pAddress(is_guarded=is_guarded))
+    return build_ranked_transport(config, worker_id, layout, links, memory, P2pAddress(host, is_guarded=is_guarded))

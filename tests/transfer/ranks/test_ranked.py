@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -336,16 +337,16 @@ def test_a_rank_that_its_transport_wakes_does_not_poll_it(
 
 def test_a_port_in_use_is_named(stack: contextlib.ExitStack) -> None:
     pytest.importorskip("torch")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    # No one else uses this address, so the other rank's port is free.
+    host = f"127.{os.getpid() >> 8 & 255}.{os.getpid() & 255}.4"
+    with socket.create_server((host, 0)) as taken:
         port = taken.getsockname()[1]
         memory = np.zeros(SIZE, np.uint8)
         region = MemoryRegion(memory.ctypes.data, SIZE)
         # Rank 1 listens 3 above the worker's port: the offset of the rank map.
         config = TransferConfig(transport="p2p", kv_port=port - 3)
-        transport = ranks_of(stack, config, "w", LAYOUT, region)
-        with pytest.raises(FatalError, match=rf"cannot listen on 127\.0\.0\.1:{port}"):
+        transport = ranks_of(stack, config, "w", LAYOUT, region, host=host)
+        with pytest.raises(FatalError, match=rf"cannot listen on {re.escape(host)}:{port}"):
             transport.register(region)
         transport.close()
 
