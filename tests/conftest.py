@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -46,6 +47,10 @@ hypothesis.internal.conjecture.providers.is_local_module_file = lambda _: False
 
 gc.disable()  # until everything is collected: almost all of it lives to the end
 asyncio.set_event_loop_policy(AskingPolicy())
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As the shell starts what runs in the background. What tests start would be deaf to Ctrl-C, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S
 from kvrelay.core.clock import MonotonicClock, next_beat_s
+
+Handler = Callable[[NatsMessage], Awaitable[None]]
 
 TTL_S = 1.5
 CALM_TTL_S = 4.0
@@ -187,6 +189,31 @@ async def test_a_mirror_that_hears_no_heartbeats_lists_again(
         feed = member.mirror.entries
         await member.connection.request(f"$JS.API.CONSUMER.DELETE.{feed.stream}.{feed.name}", b"")
         await eventually(lambda: member.mirror.entries is not feed and member.mirror.is_live)
+
+
+async def test_a_lost_message_is_missed_at_the_next_heartbeat(
+    nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if no other one follows it."""
+    monkeypatch.setattr("kvrelay.control.nats.mirror.HEARTBEAT_S", 0.2)
+    lost: list[NatsMessage] = []
+    subscribe = NatsConnection.subscribe
+
+    async def lossy(connection: NatsConnection, subject: str, handler: Handler, *, queue: str = "") -> object:
+        async def handle(message: NatsMessage) -> None:
+            if message.data == b"lost" and not lost:
+                lost.append(message)
+            else:
+                await handler(message)
+
+        return await subscribe(connection, subject, handle, queue=queue)
+
+    monkeypatch.setattr(NatsConnection, "subscribe", lossy)
+    async with members(nats.url, "lossy", 1, ttl_s=CALM_TTL_S) as (member,):
+        async with watching(member.discovery, "kvrelay/lossy/config/") as watch:
+            await member.discovery.put("kvrelay/lossy/config/x", b"lost")
+            await eventually(lambda: watch.state == {"kvrelay/lossy/config/x": b"lost"})
+    assert len(lost) == 1
 
 
 def test_another_keeper_ends_the_lease_of_one_that_died(nats: NatsServerProcess) -> None:

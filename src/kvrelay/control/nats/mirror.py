@@ -40,8 +40,10 @@ _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 13.0
 MAX_SILENCE_S = 20.0
-"""Heartbeats only prove that the server still has the consumer, and each wakes up a process. One may be as late as the
-connection outlives a silent server."""
+"""Heartbeats only prove that the server still has the consumer, and tell how much it has sent; each wakes up a process.
+One may be as late as the connection outlives a silent server."""
+LAST_DELIVERED = "Nats-Last-Consumer"
+"""The header of a heartbeat with the number of the consumer's last message."""
 RETRY_S = 0.25
 SETTLE_S = 0.05
 POSTPONE_S = 0.05
@@ -199,6 +201,10 @@ class Mirror:
             feed.heard_s = self._clock.now()
             if message.headers is not None and "Status" in message.headers:
                 self._rest_longer()  # a heartbeat
+                last_seq = message.headers.get(LAST_DELIVERED, "")
+                is_current = feed in (self.entries, self.keepalives) and inbox.empty()
+                if is_current and last_seq.isdigit() and int(last_seq) > feed.consumer_seq:
+                    inbox.put_nowait(None)  # no message may come whose number would show the gap
             else:
                 inbox.put_nowait((feed, message))
 
