@@ -209,10 +209,12 @@ async def test_a_lost_message_is_missed_at_the_next_heartbeat(
         return await subscribe(connection, subject, handle, queue=queue)
 
     monkeypatch.setattr(NatsConnection, "subscribe", lossy)
-    async with members(nats.url, "lossy", 1, ttl_s=CALM_TTL_S) as (member,):
-        async with watching(member.discovery, "kvrelay/lossy/config/") as watch:
-            await member.discovery.put("kvrelay/lossy/config/x", b"lost")
-            await eventually(lambda: watch.state == {"kvrelay/lossy/config/x": b"lost"})
+    async with (
+        members(nats.url, "lossy", 1, ttl_s=CALM_TTL_S) as (member,),
+        watching(member.discovery, "kvrelay/lossy/config/") as watch,
+    ):
+        await member.discovery.put("kvrelay/lossy/config/x", b"lost")
+        await eventually(lambda: watch.state == {"kvrelay/lossy/config/x": b"lost"})
     assert len(lost) == 1
 
 
