@@ -72,7 +72,7 @@ test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on eac
 # Where a worker's threads tell each other something: of the engines in two files only, as counted in the plugin.
 LATE  := tests/worker tests/llm tests/engines/openai/test_pairs.py tests/engines/vllm/test_staged.py
 # Where what a server answers decides about the next question.
-ASKING := tests/control tests/contracts/test_control.py tests/contracts/test_etcd.py
+ASKING := tests/control tests/contracts/test_control.py tests/contracts/test_etcd.py tests/worker/test_roles.py
 KINDS ?= ends notifications steps watches answers
 
 test-late: env system-packages  ## threads and servers that are heard late, a kind at a time (tests/late.py)

@@ -123,6 +123,4 @@ def pytest_configure(config: pytest.Config) -> None:
             _delay(patch, *method)
         if kind == "answers":
             BEATING.watch(patch)
-            # The keeper would take the server for one that pauses, and end no lease.
-            patch.setattr("kvrelay.control.nats.mirror.MAX_ANSWER_SHARE", 1.0)
         config.add_cleanup(patch.undo)

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import uvloop
 from tests.contracts.control_servers import expire_lease, wipe
+from tests.contracts.discovery_contract import eventually_puts
 from tests.contracts.prefill_queue_contract import PARTITION, prefill
 from tests.contracts.waiting import eventually, watching
 from tests.control.configured_server import configured_server
@@ -658,24 +659,28 @@ async def test_a_far_server_is_asked_four_times_before_a_short_lease_ends(
     nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answer takes a fifth of the lease's time, for ever, so the answers of a server that pauses look alike."""
-    num_asked = 0
-
-    async def from_afar(bucket: Bucket, lease_id: str) -> bool:
-        nonlocal num_asked
-        num_asked += 1
-        await asyncio.sleep(0.1)
-        return await has_lease(bucket, lease_id)
-
+    asked: list[int] = []
+    """After which keepalive."""
     has_lease = Bucket.has_lease
     async with plane(nats.url, "far") as control, watching(control.discovery, "kvrelay/") as watch:
-        lease = await control.discovery.grant(0.5)
-        await control.discovery.put("kvrelay/far/workers/w", b"1", lease)
-        await eventually(lambda: bool(watch.state))
+        assert isinstance(control.discovery, NatsDiscovery)
+        table = control.discovery.mirror.table
+
+        async def from_afar(bucket: Bucket, lease_id: str) -> bool:
+            state = table.lease(lease_id)
+            assert state is not None
+            asked.append(state.seq)
+            await asyncio.sleep(0.2)
+            return await has_lease(bucket, lease_id)
+
         monkeypatch.setattr(Bucket, "has_lease", from_afar)
+        lease = await control.discovery.grant(1.0)
+        await eventually_puts(control.discovery, "kvrelay/far/workers/w", b"1", lease)
+        await eventually(lambda: bool(watch.state))
         assert isinstance(lease, NatsLease)
         await lease.stop()
         await eventually(lambda: watch.state == {})
-        assert num_asked == 4
+        assert asked.count(asked[-1]) == 4
 
 
 def test_a_server_that_hangs_costs_no_registration(tmp_path: Path) -> None:
