@@ -75,10 +75,12 @@ LATE  := tests/worker tests/llm tests/engines/openai/test_pairs.py tests/engines
 ASKING := tests/control tests/contracts/test_control.py tests/contracts/test_etcd.py tests/worker/test_roles.py
 KINDS ?= ends notifications steps watches answers
 
+# Most of their time they wait, so there are more of them, and whoever is idle takes tests of another one's file. A test
+# of a thousand changes would hear of each of them late.
 test-late: env system-packages  ## threads and servers that are heard late, a kind at a time (tests/late.py)
 	@set -e; for kind in $(KINDS); do \
 	  case $$kind in answers) files="$(ASKING)" ;; *) files="$(LATE)" ;; esac; \
-	  $(PYTEST) -p tests.late --late $$kind $$files $(ARGS); done
+	  $(PYTEST) -n $$((2 * $(LANES))) --dist worksteal -k "not a_thousand_times" -p tests.late --late $$kind $$files $(ARGS); done
 
 check: env  ## ruff, mypy, import-linter, the budgets of size; deploy/, by promtool, systemd-analyze and kubernetes-validate where they are
 	@$(BIN)/ruff format --check src tests tools benchmarks
