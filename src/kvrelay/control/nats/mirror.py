@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 13.0
 MAX_SILENCE_S = 20.0
-"""Heartbeats only prove that the server still has the consumer, and tell how much it has sent; each wakes up a process.
-One may be as late as the connection outlives a silent server."""
+"""Heartbeats prove that the server still has the consumer, and tell how much it has sent; each wakes up a process. One
+may be as late as the connection outlives a silent server."""
 LAST_DELIVERED = "Nats-Last-Consumer"
 """The header of a heartbeat with the number of the consumer's last message."""
 RETRY_S = 0.25

@@ -103,7 +103,7 @@ def _check_calls(message: ChatMessage, calls: dict[str, str]) -> None:
 def _template_message(message: ChatMessage, calls: dict[str, str], form: MessageForm) -> dict[str, object]:
     content: object = joined_text(message)
     if isinstance(message.content, list) and form.takes_parts and message.role != "tool":
-        # Fewer templates take parts there.
+        # Fewer templates take parts of a tool's message.
         content = [{"type": "text", "text": part.shown} for part in message.content]
     role = "system" if message.role == "developer" and not form.knows_developer else message.role
     shape: dict[str, object] = {"role": role, "content": content}
